@@ -246,12 +246,14 @@ const (
 	kinds
 )
 
+// stages are what the time of a change is told by: all of it is from before the manifest is in place until everything is written; of that, what
+// it takes until the sync begins, as the daemon tells it, to find out what must be, with any wait for readers, and to bring the kernel to it.
+var stages = [...]string{"file in place to written", "  of it, from arrival to the sync", "  planned, with the wait for readers", "  written"}
+
 // changeTimes are what changes of one kind took.
 type changeTimes struct {
-	// all is the time from before the manifest is in place until everything is written; of it, wait is that until the sync began, as the
-	// daemon tells it, plan that to find out what must be, with any wait for readers, and write that to bring the kernel to it.
-	all, wait, plan, write []time.Duration
-	asked                  int // questions that were answered meanwhile
+	took  [len(stages)][]time.Duration
+	asked int // questions that were answered meanwhile
 }
 
 // disturb begins what a block of changes is made beside; stop ends it.
@@ -294,10 +296,10 @@ func (l *askLab) changeOnce(ctx context.Context, into *changeTimes) {
 				check(errors.New(s.Error), "service "+svc.name)
 			}
 			seconds := func(v float64) time.Duration { return time.Duration(v * float64(time.Second)) }
-			into.all = append(into.all, s.Began.Sub(begun)+seconds(s.Took.Total()))
-			into.wait = append(into.wait, seconds(s.Took.Wait))
-			into.plan = append(into.plan, seconds(s.Took.Plan))
-			into.write = append(into.write, seconds(s.Took.Write))
+			all := s.Began.Sub(begun) + seconds(s.Took.Total())
+			for i, took := range []time.Duration{all, seconds(s.Took.Wait), seconds(s.Took.Plan), seconds(s.Took.Write)} {
+				into.took[i] = append(into.took[i], took)
+			}
 			return
 		}
 		time.Sleep(100 * time.Millisecond) // Rarely, as this is a question too.
@@ -334,21 +336,13 @@ func printQuestions(w io.Writer, o *options, questions, holds []question, c [kin
 	missed = t.missed
 
 	t = newTable(w)
-	t.line(fmt.Sprintf("\n%d changes of each kind", len(c[quiet].all)), "quiet", "asking", "busy", "asking/quiet", "asking/busy")
-	for _, stage := range []struct {
-		name string
-		of   func(changeTimes) []time.Duration
-	}{
-		{"file in place to written", func(c changeTimes) []time.Duration { return c.all }},
-		{"  of it, from arrival to the sync", func(c changeTimes) []time.Duration { return c.wait }},
-		{"  planned, with the wait for readers", func(c changeTimes) []time.Duration { return c.plan }},
-		{"  written", func(c changeTimes) []time.Duration { return c.write }},
-	} {
+	t.line(fmt.Sprintf("\n%d changes of each kind", len(c[quiet].took[0])), "quiet", "asking", "busy", "asking/quiet", "asking/busy")
+	for stage, name := range stages {
 		for i, p := range []float64{0.5, 0.99} {
-			cells := []string{stage.name + ", " + []string{"p50", "p99"}[i]}
+			cells := []string{name + ", " + []string{"p50", "p99"}[i]}
 			var v [kinds]float64
 			for kind := range kinds {
-				v[kind] = percentile(stage.of(c[kind]), p).Seconds()
+				v[kind] = percentile(c[kind].took[stage], p).Seconds()
 				cells = append(cells, seconds(v[kind]))
 			}
 			t.line(append(cells, times(v[asking]/v[quiet]), times(v[asking]/v[busy]))...)

@@ -149,7 +149,7 @@ func TestGrowthIsJudged(t *testing.T) {
 
 func TestQuestionsAreJudged(t *testing.T) {
 	one := []time.Duration{time.Millisecond}
-	none := changeTimes{all: one, wait: one, plan: one, write: one}
+	none := changeTimes{took: [len(stages)][]time.Duration{one, one, one, one}}
 	for _, test := range []struct {
 		took, held time.Duration
 		want       int

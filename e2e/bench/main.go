@@ -103,51 +103,49 @@ func (o *options) settings() []setting {
 	}
 }
 
-// set is called with the flag's value.
-func (s setting) set(text string) error {
-	between := func(n int) error {
-		if n < s.least || n > s.most {
-			return fmt.Errorf("%s is out of range", text)
-		}
-		return nil
+// faults are what is wrong with flags.
+type faults []error
+
+// reject adds one, if there is one.
+func (f *faults) reject(is bool, format string, args ...any) {
+	if is {
+		*f = append(*f, fmt.Errorf(format, args...))
 	}
-	number := func(text string) (int, error) {
-		n, err := strconv.Atoi(text)
-		return n, errors.Join(err, between(n))
+}
+
+// set is called with the flag's value.
+func (s setting) set(text string) (err error) {
+	var wrong faults
+	inRange := func(n int, err error) int {
+		wrong.reject(err != nil || n < s.least || n > s.most, "%s is out of range", text)
+		return n
 	}
 	list := strings.Split(text, ",")
 	for _, word := range list {
-		if s.words != "" && !slices.Contains(strings.Fields(s.words), word) {
-			return fmt.Errorf("%q is none of %s", word, s.words)
-		}
+		wrong.reject(s.words != "" && !slices.Contains(strings.Fields(s.words), word), "%q is none of %s", word, s.words)
 	}
-	var err error
 	switch v := s.value.(type) {
 	case *int:
-		*v, err = number(text)
+		*v = inRange(strconv.Atoi(text))
 	case *[]int:
 		*v = nil
 		for _, one := range list {
-			n, failed := number(one)
-			*v, err = append(*v, n), errors.Join(err, failed)
+			*v = append(*v, inRange(strconv.Atoi(one)))
 		}
-		if !slices.IsSorted(*v) || len(slices.Compact(slices.Clone(*v))) < len(*v) {
-			err = errors.Join(err, errors.New("not in ascending order"))
-		}
+		wrong.reject(!slices.IsSorted(*v) || len(slices.Compact(slices.Clone(*v))) < len(*v), "not in ascending order")
 	case *time.Duration:
-		if *v, err = time.ParseDuration(text); err == nil {
-			err = between(int(*v))
-		}
+		*v, err = time.ParseDuration(text)
+		inRange(int(*v), err)
 	case *string:
-		if *v = text; len(list) > 1 {
-			err = errors.New("only one is possible")
-		}
+		*v = text
+		wrong.reject(len(list) > 1, "only one is possible")
 	case *[]string:
 		*v = list
 	case *bool:
 		*v, err = strconv.ParseBool(text)
+		wrong.reject(err != nil, "%s is neither true nor false", text)
 	}
-	return err
+	return errors.Join(wrong...)
 }
 
 // parse reads the name of a scenario and its flags.
@@ -193,31 +191,27 @@ func parse(args []string) (*scenario, *options, error) {
 }
 
 // validate rejects what cannot be measured.
-func (o *options) validate(name string) (err error) {
-	reject := func(is bool, format string, args ...any) {
-		if is {
-			err = errors.Join(err, fmt.Errorf(format, args...))
-		}
-	}
+func (o *options) validate(name string) error {
+	var wrong faults
 	for _, n := range o.services {
-		reject(n%stride == 0, "-services=%d is a multiple of %d: one Service would be changed all the time", n, stride)
+		wrong.reject(n%stride == 0, "-services=%d is a multiple of %d: one Service would be changed all the time", n, stride)
 	}
-	reject(name != "ipvs" && len(o.services) > 1, "-services: one number only")
-	reject(o.turns > o.changes || o.theirChanges > 0 && o.turns > o.theirChanges || o.additions > 0 && o.turns > o.additions,
+	wrong.reject(name != "ipvs" && len(o.services) > 1, "-services: one number only")
+	wrong.reject(o.turns > o.changes || o.theirChanges > 0 && o.turns > o.theirChanges || o.additions > 0 && o.turns > o.additions,
 		"-turns=%d: there is not a change for each", o.turns)
 	switch name {
 	case "api":
 		// By two proxies, and one in each turn to see that it has caught up.
 		needed := 2 * (o.changes + o.turns + 1 + o.rate*int(o.rateDuration.Seconds()))
-		reject(o.services[0] < needed, "-services=%d: as each may change only once, it takes %d at least", o.services[0], needed)
-		reject(len(o.backends) > 1, "-backend: one only")
-		reject(o.mode == "ipvs", "-mode: scenario ipvs measures mode ipvs")
+		wrong.reject(o.services[0] < needed, "-services=%d: as each may change only once, it takes %d at least", o.services[0], needed)
+		wrong.reject(len(o.backends) > 1, "-backend: one only")
+		wrong.reject(o.mode == "ipvs", "-mode: scenario ipvs measures mode ipvs")
 	case "ipvs", "nftables":
-		reject(o.mode != name, "-mode: the scenario says it")
+		wrong.reject(o.mode != name, "-mode: the scenario says it")
 	case "ask":
-		reject(o.services[0] < 100, "-services=%d: too few", o.services[0])
+		wrong.reject(o.services[0] < 100, "-services=%d: too few", o.services[0])
 	}
-	return err
+	return errors.Join(wrong...)
 }
 
 func main() {
