@@ -31,7 +31,7 @@ func TestFaultClock(t *testing.T) {
 // elsewhere runs the test in the test kernel, and takes over its rows of the table.
 func elsewhere(t *testing.T) {
 	t.Helper()
-	lines := bufio.NewScanner(strings.NewReader(harness.RunElsewhere(t, "kernel/run", "NODEPROXY_KERNEL_GUEST=1", rowsVariable+"=1")))
+	lines := bufio.NewScanner(strings.NewReader(harness.RunElsewhere(t, "NODEPROXY_KERNEL_GUEST=1", rowsVariable+"=1")))
 	for lines.Scan() {
 		if text, is := strings.CutPrefix(lines.Text(), rowPrefix); is {
 			var r faultRow

@@ -8,10 +8,10 @@ import (
 	"path/filepath"
 	"runtime"
 	"slices"
-	"syscall"
 
 	"nodeproxy/e2e/cluster"
 	"nodeproxy/e2e/harness"
+	"nodeproxy/e2e/kernel/inkernel"
 	"nodeproxy/e2e/machine"
 )
 
@@ -42,8 +42,7 @@ func runInside(ctx context.Context, o *options) (missed int) {
 	nodeproxy := must(harness.BinaryElsewhere(dir))
 	must(cluster.Binaries())
 	self := must(os.Executable())
-	kernel := filepath.Join(must(harness.ProjectDir()), "e2e", "kernel")
-	if exec.Command(filepath.Join(kernel, "probe")).Run() == nil {
+	if exec.Command(filepath.Join(must(harness.ProjectDir()), "e2e/kernel/probe")).Run() == nil {
 		fmt.Println("# on this machine's own kernel")
 	} else {
 		fmt.Println("# on the test kernel (e2e/kernel), which has one processor and slow system calls:")
@@ -51,7 +50,7 @@ func runInside(ctx context.Context, o *options) (missed int) {
 	}
 	fmt.Printf("# this machine: %s, %d processors, kernel %s\n", machine.Processor(), runtime.NumCPU(), machine.Kernel())
 	load := machine.WatchLoad()
-	cmd := exec.CommandContext(ctx, filepath.Join(kernel, "run"), append([]string{self}, append(o.args, "-inside")...)...)
+	cmd := exec.CommandContext(ctx, self, append(o.args, "-inside")...)
 	cmd.Env = append(os.Environ(), "NODEPROXY_BIN="+nodeproxy)
 	// What the guest gets where the environment does not say it: memory for a control plane and two proxies, and time.
 	for name, value := range map[string]string{"NODEPROXY_KERNEL_MEMORY": "6G", "NODEPROXY_KERNEL_TIMEOUT": "3600"} {
@@ -60,11 +59,7 @@ func runInside(ctx context.Context, o *options) (missed int) {
 		}
 	}
 	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
-	// The kernel is to go with this process; to the system, that is the thread that starts it.
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGTERM}
-	runtime.LockOSThread()
-	defer runtime.UnlockOSThread()
-	err := cmd.Run()
+	err := inkernel.Exec(cmd)
 	fmt.Printf("\nMeanwhile, the machine's %s.\n", load.Stop())
 	if cmd.ProcessState != nil && cmd.ProcessState.ExitCode() == 1 {
 		return 1

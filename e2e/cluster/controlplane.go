@@ -14,7 +14,6 @@ import (
 	"net/netip"
 	"net/url"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -333,19 +332,15 @@ func (c *ControlPlane) Put(ctx context.Context, objects map[string]runtime.Objec
 
 // etcd sends a request to etcd.
 func (c *ControlPlane) etcd(ctx context.Context, path string, body, answer any) error {
-	client := http.Client{Transport: &http.Transport{DialContext: func(context.Context, string, string) (net.Conn, error) {
-		return c.host.Dial("tcp", netip.MustParseAddrPort("127.0.0.1:2379"), time.Now().Add(30*time.Second))
-	}}}
-	defer client.CloseIdleConnections()
 	text, err := json.Marshal(body)
 	if err != nil {
 		return err
 	}
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://etcd"+path, bytes.NewReader(text))
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://127.0.0.1:2379"+path, bytes.NewReader(text))
 	if err != nil {
 		return err
 	}
-	resp, err := client.Do(req)
+	resp, err := c.host.HTTP().Do(req)
 	if err != nil {
 		return fmt.Errorf("etcd %s: %w", path, err)
 	}
@@ -358,24 +353,10 @@ func (c *ControlPlane) etcd(ctx context.Context, path string, body, answer any) 
 
 // Binaries returns the directory with the programs of the control plane. It builds them if they are not there, which
 // takes some minutes the first time.
-var Binaries = sync.OnceValues(func() (string, error) { return build() })
+var Binaries = sync.OnceValues(func() (string, error) { return harness.Made("e2e/controlplane/build") })
 
 // Kubelet returns the path of a kubelet, as Binaries does for the control plane.
 var Kubelet = sync.OnceValues(func() (string, error) {
-	dir, err := build("kubelet")
+	dir, err := harness.Made("e2e/controlplane/build", "kubelet")
 	return filepath.Join(dir, "kubelet"), err
 })
-
-func build(also ...string) (dir string, err error) {
-	root, err := harness.ProjectDir()
-	if err != nil {
-		return "", err
-	}
-	cmd := exec.Command(filepath.Join(root, "e2e", "controlplane", "build"), also...)
-	cmd.Stderr = os.Stderr
-	out, err := cmd.Output()
-	if err != nil {
-		return "", fmt.Errorf("build the control plane: %w", err)
-	}
-	return strings.TrimSpace(string(out)), nil
-}

@@ -58,7 +58,7 @@ func TestTakeOverIPVS(t *testing.T) {
 	if kernelHasIPVS() {
 		testTakeOvers(t, harness.NFT, true)
 	} else {
-		t.Logf("on the test kernel:\n%s", harness.RunElsewhere(t, "../kernel/run"))
+		t.Logf("on the test kernel:\n%s", harness.RunElsewhere(t))
 	}
 }
 

@@ -29,19 +29,7 @@ func project(t testing.TB, elements ...string) string {
 
 // toolsDir is the directory with helm and kubectl. They are built if they are not there, which takes some minutes the first
 // time.
-var toolsDir = sync.OnceValues(func() (string, error) {
-	root, err := harness.ProjectDir()
-	if err != nil {
-		return "", err
-	}
-	build := exec.Command(filepath.Join(root, "e2e", "deploy", "tools", "build"))
-	build.Stderr = os.Stderr
-	out, err := build.Output()
-	if err != nil {
-		return "", fmt.Errorf("build helm and kubectl: %w", err)
-	}
-	return strings.TrimSpace(string(out)), nil
-})
+var toolsDir = sync.OnceValues(func() (string, error) { return harness.Made("e2e/deploy/tools/build") })
 
 func tool(t testing.TB, name string) string {
 	t.Helper()

@@ -6,8 +6,9 @@ import (
 	"os/exec"
 	"runtime"
 	"strings"
-	"syscall"
 	"testing"
+
+	"nodeproxy/e2e/kernel/inkernel"
 )
 
 // InGuest reports whether this is the test kernel, whose clock is its own and whose system calls are slow. See e2e/kernel.
@@ -16,9 +17,9 @@ func InGuest() bool {
 	return err == nil && bytes.Contains(line, []byte("nodeproxy.shared="))
 }
 
-// RunElsewhere runs the test t alone, with run, the path of e2e/kernel/run, and returns its output. It fails the test if that fails.
-// The environment is this process's and what is given.
-func RunElsewhere(t *testing.T, run string, environment ...string) string {
+// RunElsewhere runs the test t alone in the test kernel, and returns its output. It fails the test if that fails. The environment is this
+// process's and what is given.
+func RunElsewhere(t *testing.T, environment ...string) string {
 	t.Helper()
 	if runtime.GOARCH != "amd64" {
 		t.Skip("there is no test kernel for this processor")
@@ -27,17 +28,12 @@ func RunElsewhere(t *testing.T, run string, environment ...string) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	cmd := exec.Command(run, os.Args[0], "-test.v", "-test.run=^"+t.Name()+"$", "-test.timeout=10m")
+	cmd := exec.Command(os.Args[0], "-test.v", "-test.run=^"+t.Name()+"$", "-test.timeout=10m")
 	cmd.Env = append(append(os.Environ(), "NODEPROXY_BIN="+path), environment...)
-	// The test kernel is to go with this process, which to the system is the thread that starts it.
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGTERM}
-	runtime.LockOSThread()
-	defer runtime.UnlockOSThread()
-	var stderr bytes.Buffer
-	cmd.Stderr = &stderr
-	out, err := cmd.Output()
-	if err != nil || !strings.Contains(string(out), "--- PASS: "+t.Name()) {
-		t.Fatalf("on the test kernel: %v\n%s%s", err, out, stderr.String())
+	var stdout, stderr bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &stdout, &stderr
+	if err := inkernel.Exec(cmd); err != nil || !strings.Contains(stdout.String(), "--- PASS: "+t.Name()) {
+		t.Fatalf("on the test kernel: %v\n%s%s", err, stdout.String(), stderr.String())
 	}
-	return string(out)
+	return stdout.String()
 }

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
-	"path/filepath"
 	"strconv"
 	"strings"
 	"sync"
@@ -21,19 +20,7 @@ type Room struct {
 }
 
 // NeighbourRoot returns the root file system that e2e/neighbours/build makes.
-var NeighbourRoot = sync.OnceValues(func() (string, error) {
-	root, err := ProjectDir()
-	if err != nil {
-		return "", err
-	}
-	cmd := exec.Command(filepath.Join(root, "e2e/neighbours/build"))
-	cmd.Stderr = os.Stderr
-	out, err := cmd.Output()
-	if err != nil {
-		return "", fmt.Errorf("e2e/neighbours/build: %w", err)
-	}
-	return strings.TrimSpace(string(out)), nil
-})
+var NeighbourRoot = sync.OnceValues(func() (string, error) { return Made("e2e/neighbours/build") })
 
 // enterRoom makes the Room: a writable layer in memory over the root file system $1, in $2, with the variant $3 of iptables.
 // It says when it is done, and stays.

@@ -13,6 +13,8 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+
+	"nodeproxy/e2e/kernel/inkernel"
 )
 
 // runDirPrefix starts the name of the directory in which a test process keeps all of its files.
@@ -157,13 +159,22 @@ func removeAbandoned() {
 }
 
 // ProjectDir is the root of this module.
-var ProjectDir = sync.OnceValues(func() (string, error) {
-	gomod, err := exec.Command("go", "env", "GOMOD").Output()
+var ProjectDir = sync.OnceValues(inkernel.ModuleRoot)
+
+// Made runs a program of the project that makes something, unless that is there, and returns what it prints: where that is.
+func Made(program string, args ...string) (string, error) {
+	root, err := ProjectDir()
 	if err != nil {
-		return "", fmt.Errorf("find the module: %w", err)
+		return "", err
 	}
-	return filepath.Dir(strings.TrimSpace(string(gomod))), nil
-})
+	cmd := exec.Command(filepath.Join(root, program), args...)
+	cmd.Stderr = os.Stderr
+	out, err := cmd.Output()
+	if err != nil {
+		return "", fmt.Errorf("%s: %w", program, err)
+	}
+	return strings.TrimSpace(string(out)), nil
+}
 
 // Binary returns the path of the nodeproxy binary: $NODEPROXY_BIN, or one built once per process from this module.
 var Binary = sync.OnceValues(func() (string, error) {

@@ -22,15 +22,23 @@ var MetricsAddr = netip.MustParseAddrPort("127.0.0.1:10249")
 // HealthAddr is where it serves probes.
 var HealthAddr = netip.MustParseAddrPort("127.0.0.1:10256")
 
-// Get asks for a path by HTTP from inside the namespace, and returns status code and body.
-func (n *Netns) Get(at netip.AddrPort, path string) (int, string, error) {
-	client := http.Client{Timeout: Limit, Transport: &http.Transport{
+// HTTP is a client of servers that are reached from inside the namespace. It keeps no connection.
+func (n *Netns) HTTP() *http.Client {
+	return &http.Client{Timeout: Limit, Transport: &http.Transport{
 		DisableKeepAlives: true,
-		DialContext: func(context.Context, string, string) (net.Conn, error) {
-			return n.Dial("tcp", at, time.Now().Add(Limit))
+		DialContext: func(_ context.Context, network, address string) (net.Conn, error) {
+			at, err := netip.ParseAddrPort(address)
+			if err != nil {
+				return nil, err
+			}
+			return n.Dial(network, at, time.Now().Add(Limit))
 		},
 	}}
-	answer, err := client.Get("http://" + at.String() + path)
+}
+
+// Get asks for a path by HTTP from inside the namespace, and returns status code and body.
+func (n *Netns) Get(at netip.AddrPort, path string) (int, string, error) {
+	answer, err := n.HTTP().Get("http://" + at.String() + path)
 	if err != nil {
 		return 0, "", err
 	}

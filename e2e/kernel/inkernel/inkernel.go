@@ -29,23 +29,13 @@ func Run(tests func() int) int {
 	if os.Getenv(variable) != "" || nstest.UnitOnly() || fuzzes() {
 		return tests()
 	}
-	module, err := moduleRoot()
-	if err != nil {
-		fmt.Fprintln(os.Stderr, "inkernel:", err)
-		return 1
-	}
-	cmd := exec.Command(filepath.Join(module, "e2e", "kernel", "run"), os.Args...)
+	cmd := exec.Command(os.Args[0], os.Args[1:]...)
 	cmd.Env = append(os.Environ(), variable+"=1")
 	if dirs := writable(); len(dirs) > 0 {
 		cmd.Env = append(cmd.Env, "NODEPROXY_KERNEL_WRITABLE="+strings.Join(dirs, ":"))
 	}
 	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
-	// The kernel is to go with this process, also if go test ends it for taking too long. To the system, "this process" is
-	// the thread that starts the other.
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGTERM}
-	runtime.LockOSThread()
-	defer runtime.UnlockOSThread()
-	if err := cmd.Run(); err != nil {
+	if err := Exec(cmd); err != nil {
 		if exit := new(exec.ExitError); errors.As(err, &exit) && exit.ExitCode() > 0 {
 			return exit.ExitCode()
 		}
@@ -53,6 +43,21 @@ func Run(tests func() int) int {
 		return 1
 	}
 	return 0
+}
+
+// Exec runs a command on a kernel with IPVS, by e2e/kernel/run. The kernel goes with this process, also if go test ends it for taking too
+// long. To the system, "this process" is the thread that starts the other.
+func Exec(cmd *exec.Cmd) error {
+	root, err := ModuleRoot()
+	if err != nil {
+		return err
+	}
+	cmd.Path = filepath.Join(root, "e2e", "kernel", "run")
+	cmd.Args = append([]string{cmd.Path}, cmd.Args...)
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGTERM}
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	return cmd.Run()
 }
 
 // fuzzes reports whether go test looks for new inputs of a fuzz target. No such target needs the kernel, and what is found has to be
@@ -86,8 +91,8 @@ func writable() []string {
 	return dirs
 }
 
-// moduleRoot is the root of the module of the working directory, which go test makes that of the package.
-func moduleRoot() (string, error) {
+// ModuleRoot is the root of the module of the working directory, which go test makes that of the package.
+func ModuleRoot() (string, error) {
 	start, err := os.Getwd()
 	if err != nil {
 		return "", err
@@ -97,7 +102,7 @@ func moduleRoot() (string, error) {
 			return dir, nil
 		}
 		if dir == filepath.Dir(dir) {
-			return "", fmt.Errorf("neither %s nor a directory above it has a go.mod, so e2e/kernel/run cannot be found", start)
+			return "", fmt.Errorf("neither %s nor a directory above it has a go.mod", start)
 		}
 	}
 }

@@ -49,7 +49,7 @@ func TestStatus(t *testing.T) {
 }
 
 func TestModuleRoot(t *testing.T) {
-	root, err := moduleRoot()
+	root, err := ModuleRoot()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -59,7 +59,7 @@ func TestModuleRoot(t *testing.T) {
 		}
 	}
 	t.Chdir("/")
-	if root, err := moduleRoot(); err == nil {
+	if root, err := ModuleRoot(); err == nil {
 		t.Errorf("/ is in a module, at %s", root)
 	}
 	if dirs := writable(); slices.Contains(dirs, "/") {
