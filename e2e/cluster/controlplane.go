@@ -9,6 +9,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"net/http"
 	"net/netip"
@@ -36,6 +37,7 @@ import (
 	"k8s.io/client-go/util/keyutil"
 	"k8s.io/utils/ptr"
 
+	"nodeproxy/deploy"
 	"nodeproxy/e2e/harness"
 )
 
@@ -244,11 +246,7 @@ func (c *ControlPlane) Via(n *harness.Netns, cfg *rest.Config) *rest.Config {
 // Install creates the objects of deploy/base/rbac.yaml, and returns the path of a kubeconfig and a token with which a client is
 // the ServiceAccount in there: allowed what a nodeproxy that is deployed with it is allowed.
 func (c *ControlPlane) Install(ctx context.Context) (kubeconfig, token string, err error) {
-	root, err := harness.ProjectDir()
-	if err != nil {
-		return "", "", err
-	}
-	text, err := os.ReadFile(filepath.Join(root, "deploy", "base", "rbac.yaml"))
+	text, err := deploy.Files.ReadFile("base/rbac.yaml")
 	if err != nil {
 		return "", "", err
 	}
@@ -310,24 +308,20 @@ func (c *ControlPlane) Put(ctx context.Context, objects map[string]runtime.Objec
 		Value []byte `json:"value"`
 	}
 	encoder := protobuf.NewSerializer(scheme.Scheme, scheme.Scheme)
-	var puts []any
-	flush := func() error {
-		defer func() { puts = puts[:0] }()
-		return c.etcd(ctx, "/v3/kv/txn", map[string]any{"success": puts}, &struct{}{})
-	}
-	for key, o := range objects {
-		var value bytes.Buffer
-		if err := encoder.Encode(o, &value); err != nil {
-			return fmt.Errorf("%s: %w", key, err)
-		}
-		puts = append(puts, map[string]put{"request_put": {[]byte("/registry/" + key), value.Bytes()}})
-		if len(puts) == mostPuts {
-			if err := flush(); err != nil {
-				return err
+	for keys := range slices.Chunk(slices.Collect(maps.Keys(objects)), mostPuts) {
+		var puts []any
+		for _, key := range keys {
+			var value bytes.Buffer
+			if err := encoder.Encode(objects[key], &value); err != nil {
+				return fmt.Errorf("%s: %w", key, err)
 			}
+			puts = append(puts, map[string]put{"request_put": {[]byte("/registry/" + key), value.Bytes()}})
+		}
+		if err := c.etcd(ctx, "/v3/kv/txn", map[string]any{"success": puts}, &struct{}{}); err != nil {
+			return err
 		}
 	}
-	return flush()
+	return nil
 }
 
 // etcd sends a request to etcd.

@@ -57,26 +57,25 @@ const (
 
 // Ask makes one request over a new socket, from a port of its own. network is "tcp" or "udp".
 func (n *Netns) Ask(network string, to netip.AddrPort, timeout time.Duration) Answer {
-	start := time.Now()
-	a := n.ask(network, to, start.Add(timeout))
-	a.Begun, a.Took = start, time.Since(start)
-	return a
+	return n.askFrom(netip.Addr{}, network, to, timeout)
 }
 
-func (n *Netns) ask(network string, to netip.AddrPort, deadline time.Time) Answer {
-	c, err := n.Dial(network, to, deadline)
-	if err != nil {
-		return failure(err, true)
+// askFrom is Ask from an address of the host, or from the one that its kernel chooses if it is zero; network may also be "sctp".
+func (n *Netns) askFrom(from netip.Addr, network string, to netip.AddrPort, timeout time.Duration) (a Answer) {
+	start := time.Now()
+	c, err := n.dial(network, from, to, start.Add(timeout))
+	switch {
+	case err != nil:
+		a = failure(err, true)
+	case network == "udp":
+		a = askUDP(c, start.Add(timeout))
+		c.Close()
+	default:
+		a = Greeting(bufio.NewReader(c))
+		c.Close()
 	}
-	defer c.Close()
-	if network == "udp" {
-		return askUDP(c, deadline)
-	}
-	line, err := bufio.NewReader(c).ReadString('\n')
-	if err != nil {
-		return failure(err, false)
-	}
-	return parse(line)
+	a.Begun, a.Took = start, time.Since(start)
+	return a
 }
 
 // askUDP sends a packet, and again each second without an answer, as clients of a lossy protocol do: the kernel limits
@@ -117,6 +116,8 @@ func (n *Netns) dial(network string, from netip.Addr, to netip.AddrPort, deadlin
 	dial := func() (net.Conn, error) {
 		d := net.Dialer{Deadline: deadline, KeepAlive: -1}
 		switch port := n.freshPort(); {
+		case network == "sctp":
+			return dialSCTP(from, to, deadline)
 		case network == "udp":
 			d.LocalAddr = &net.UDPAddr{IP: from.AsSlice(), Port: port}
 		case ModeUnderTest() == IPVS: // see SamePort
@@ -190,19 +191,16 @@ func Greeting(r *bufio.Reader) Answer {
 // failure classifies an error; first is true while nothing has come back yet.
 func failure(err error, first bool) Answer {
 	a := Answer{Outcome: Failed, Err: err}
+	var timeout net.Error
 	switch {
 	case first && errors.Is(err, syscall.ECONNREFUSED):
 		a.Outcome = Refused
-	case errors.Is(err, os.ErrDeadlineExceeded), errors.Is(err, syscall.ETIMEDOUT):
+	case errors.As(err, &timeout) && timeout.Timeout():
 		a.Outcome = TimedOut
 	case errors.Is(err, syscall.EHOSTUNREACH), errors.Is(err, syscall.ENETUNREACH):
 		a.Outcome = Unreachable
 	case errors.Is(err, io.EOF):
 		a.Err = errors.New("connection closed without a greeting")
-	}
-	var timeout net.Error
-	if a.Outcome == Failed && errors.As(err, &timeout) && timeout.Timeout() {
-		a.Outcome = TimedOut
 	}
 	return a
 }

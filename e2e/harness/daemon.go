@@ -169,7 +169,7 @@ func (d *Daemon) WaitForAfter(line int, timeout time.Duration, parts ...string) 
 	ended := false
 	for begun, next := time.Now(), line; ; {
 		for lines := d.Log(); next < len(lines); next++ {
-			if containsAll(lines[next], parts) {
+			if !slices.ContainsFunc(parts, func(part string) bool { return !strings.Contains(lines[next], part) }) {
 				return nil
 			}
 		}
@@ -191,15 +191,6 @@ func (d *Daemon) pause() (ended bool) {
 	case <-time.After(2 * time.Millisecond):
 		return false
 	}
-}
-
-func containsAll(line string, parts []string) bool {
-	for _, p := range parts {
-		if !strings.Contains(line, p) {
-			return false
-		}
-	}
-	return true
 }
 
 // Stop sends SIGTERM and waits for the end, which has to be a clean one.

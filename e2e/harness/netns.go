@@ -80,14 +80,7 @@ func (n *Netns) prepare() error {
 			}
 		}
 	}
-	lo, err := n.nl.LinkByName("lo")
-	if err != nil {
-		return fmt.Errorf("loopback of %s: %w", n.Name, err)
-	}
-	if err := n.nl.LinkSetUp(lo); err != nil {
-		return fmt.Errorf("loopback of %s: %w", n.Name, err)
-	}
-	return nil
+	return n.with("lo", "up", n.nl.LinkSetUp)
 }
 
 // Close lets go of the namespace; the kernel removes it once no process runs in it.

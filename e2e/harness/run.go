@@ -4,10 +4,12 @@ import (
 	"errors"
 	"flag"
 	"fmt"
+	"maps"
 	"os"
 	"os/exec"
 	"os/signal"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -29,12 +31,12 @@ func worldsAtOnce() int {
 	return 5
 }
 
-var live struct {
+var live = struct {
 	sync.Mutex
 	worlds map[*World]bool
 	dir    string
 	lock   *os.File
-}
+}{worlds: map[*World]bool{}}
 
 // Main runs a package's tests and removes what they left, also when they are interrupted. A TestMain ends with
 // os.Exit(harness.Main(m)).
@@ -74,10 +76,7 @@ func Supervise(run func() int) int {
 // Sweep ends and removes everything that this process has made and not yet removed.
 func Sweep() error {
 	live.Lock()
-	worlds := make([]*World, 0, len(live.worlds))
-	for w := range live.worlds {
-		worlds = append(worlds, w)
-	}
+	worlds := slices.Collect(maps.Keys(live.worlds))
 	live.Unlock()
 	var errs []error
 	for _, w := range worlds {
@@ -95,9 +94,6 @@ func Sweep() error {
 func register(w *World) {
 	live.Lock()
 	defer live.Unlock()
-	if live.worlds == nil {
-		live.worlds = map[*World]bool{}
-	}
 	live.worlds[w] = true
 }
 

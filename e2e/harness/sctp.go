@@ -1,7 +1,6 @@
 package harness
 
 import (
-	"bufio"
 	"errors"
 	"fmt"
 	"net"
@@ -36,38 +35,27 @@ func (w *World) ServeSCTP(n *Netns, name string, at netip.AddrPort) error {
 // AskSCTP is Ask over SCTP. The socket has only the host's own address, for SCTP tells a server of every address of a host
 // that it may use, and these would go past any translation.
 func (h *Host) AskSCTP(to netip.AddrPort, timeout time.Duration) Answer {
-	start := time.Now()
-	conn, err := In(h.Netns, func() (net.Conn, error) {
-		f, err := sctpSocket(netip.AddrPortFrom(h.IP(familyOf(to.Addr())), 0))
-		if err != nil {
-			return nil, err
-		}
-		defer f.Close()
-		limit := syscall.NsecToTimeval(timeout.Nanoseconds())
-		if err := syscall.SetsockoptTimeval(int(f.Fd()), syscall.SOL_SOCKET, syscall.SO_SNDTIMEO, &limit); err != nil {
-			return nil, err
-		}
-		err = syscall.Connect(int(f.Fd()), sockaddr(to))
-		if errors.Is(err, syscall.EINPROGRESS) || errors.Is(err, syscall.EAGAIN) {
-			err = syscall.ETIMEDOUT
-		}
-		if err != nil {
-			return nil, err
-		}
-		return net.FileConn(f)
-	})
-	a := Answer{}
-	if err == nil {
-		defer conn.Close()
-		err = conn.SetDeadline(start.Add(timeout))
+	return h.askFrom(h.IP(familyOf(to.Addr())), "sctp", to, timeout)
+}
+
+func dialSCTP(from netip.Addr, to netip.AddrPort, deadline time.Time) (net.Conn, error) {
+	f, err := sctpSocket(netip.AddrPortFrom(from, 0))
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	limit := syscall.NsecToTimeval(time.Until(deadline).Nanoseconds())
+	if err := syscall.SetsockoptTimeval(int(f.Fd()), syscall.SOL_SOCKET, syscall.SO_SNDTIMEO, &limit); err != nil {
+		return nil, err
+	}
+	err = syscall.Connect(int(f.Fd()), sockaddr(to))
+	if errors.Is(err, syscall.EINPROGRESS) || errors.Is(err, syscall.EAGAIN) {
+		err = syscall.ETIMEDOUT
 	}
 	if err != nil {
-		a = failure(err, true)
-	} else {
-		a = Greeting(bufio.NewReader(conn))
+		return nil, err
 	}
-	a.Begun, a.Took = start, time.Since(start)
-	return a
+	return net.FileConn(f)
 }
 
 // sctpSocket makes a blocking socket of the one-to-one style (RFC 6458, section 4) at an address of the host.

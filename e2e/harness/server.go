@@ -52,7 +52,8 @@ func (w *World) serve(l *net.TCPListener, name func(*net.TCPConn) string, port u
 
 func converse(c *net.TCPConn, name string, port uint16) {
 	defer c.Close()
-	if _, err := c.Write(greeting(name, port, addrPortOf(c.RemoteAddr()))); err != nil {
+	client, _ := c.RemoteAddr().(*net.TCPAddr)
+	if _, err := c.Write(greeting(name, port, client.AddrPort())); err != nil {
 		return
 	}
 	lines := bufio.NewScanner(c)
@@ -88,14 +89,4 @@ func (w *World) ServeUDP(n *Netns, name string, at netip.AddrPort) error {
 
 func greeting(name string, port uint16, from netip.AddrPort) []byte {
 	return fmt.Appendf(nil, "%s %d %s\n", name, port, from.Addr().Unmap())
-}
-
-func addrPortOf(a net.Addr) netip.AddrPort {
-	switch a := a.(type) {
-	case *net.TCPAddr:
-		return a.AddrPort()
-	case *net.UDPAddr:
-		return a.AddrPort()
-	}
-	return netip.AddrPort{}
 }

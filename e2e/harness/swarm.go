@@ -29,6 +29,6 @@ func (w *World) AddSwarm(t testing.TB, port uint16) *Swarm {
 	if err != nil {
 		t.Fatalf("harness: server of the swarm: %v", err)
 	}
-	w.serve(l, func(c *net.TCPConn) string { return addrPortOf(c.LocalAddr()).Addr().Unmap().String() }, port)
+	w.serve(l, func(c *net.TCPConn) string { return c.LocalAddr().(*net.TCPAddr).AddrPort().Addr().Unmap().String() }, port)
 	return s
 }
