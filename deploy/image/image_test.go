@@ -29,30 +29,23 @@ const (
 func build(t *testing.T, archs []string, root ...tar.Header) ([]byte, string, error) {
 	t.Helper()
 	dir := t.TempDir()
-	var b bytes.Buffer
-	w := tar.NewWriter(&b)
+	var files []oci.File
 	for _, h := range root {
-		h.ModTime, h.Uid, h.Uname = time.Now(), 1000, "somebody"
-		content := []byte(h.Name)
+		f := oci.File{Header: h}
+		f.Header.ModTime, f.Header.Uid, f.Header.Uname = time.Now(), 1000, "somebody"
 		if h.Typeflag == tar.TypeReg {
-			h.Size = int64(len(content))
+			f.Content = []byte(h.Name)
 		}
-		if err := w.WriteHeader(&h); err != nil {
-			t.Fatal(err)
-		}
-		if h.Typeflag == tar.TypeReg {
-			if _, err := w.Write(content); err != nil {
-				t.Fatal(err)
-			}
-		}
+		files = append(files, f)
 	}
-	if err := w.Close(); err != nil {
+	archive, err := oci.Tar(files, time.Now())
+	if err != nil {
 		t.Fatal(err)
 	}
 	o := options{output: filepath.Join(dir, "image.tar"), name: imageName, version: "v1"}
 	for _, arch := range archs {
 		p := platform{arch, filepath.Join(dir, arch+".tar"), filepath.Join(dir, arch)}
-		if err := errors.Join(os.WriteFile(p.root, b.Bytes(), 0o644), os.WriteFile(p.binary, []byte("binary for "+arch), 0o644)); err != nil {
+		if err := errors.Join(os.WriteFile(p.root, archive, 0o644), os.WriteFile(p.binary, []byte("binary for "+arch), 0o644)); err != nil {
 			t.Fatal(err)
 		}
 		if err := o.addPlatform(fmt.Sprintf("%s=%s,%s", arch, p.root, p.binary)); err != nil {
@@ -64,7 +57,7 @@ func build(t *testing.T, archs []string, root ...tar.Header) ([]byte, string, er
 	if err != nil {
 		return nil, "", err
 	}
-	archive, err := os.ReadFile(o.output)
+	archive, err = os.ReadFile(o.output)
 	return archive, digest, err
 }
 

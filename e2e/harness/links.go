@@ -99,3 +99,17 @@ func (n *Netns) addRoute(name string, dst netip.Prefix, via, src netip.Addr) err
 func ipNet(p netip.Prefix) *net.IPNet {
 	return &net.IPNet{IP: p.Addr().AsSlice(), Mask: net.CIDRMask(p.Bits(), p.Addr().BitLen())}
 }
+
+// Take makes a pod answer at every address of a range: its node sends the range there, where all of it is local.
+func (p *Pod) Take(r netip.Prefix) error {
+	err := p.with("lo", r.String()+" local", func(lo netlink.Link) error {
+		return p.nl.RouteAdd(&netlink.Route{
+			LinkIndex: lo.Attrs().Index, Dst: ipNet(r), Type: syscall.RTN_LOCAL, Table: syscall.RT_TABLE_LOCAL, Scope: netlink.SCOPE_HOST,
+		})
+	})
+	if err != nil {
+		return err
+	}
+	family := familyOf(r.Addr())
+	return p.Node.addRoute(PodInterfacePrefix+p.Name, r, p.IP(family), p.Node.IP(family))
+}
