@@ -1,7 +1,6 @@
 package main
 
 import (
-	"encoding/json"
 	"errors"
 	"flag"
 	"math"
@@ -13,11 +12,11 @@ import (
 	"testing"
 	"time"
 
-	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
 
 	"nodeproxy/e2e/harness"
 	"nodeproxy/e2e/probe"
+	"nodeproxy/source/manifest"
 )
 
 // TestMain is main where TestSmallRun has started this program again on a kernel with IPVS.
@@ -215,42 +214,23 @@ func TestFreshEndpoints(t *testing.T) {
 	}
 }
 
-// readManifests reads the manifests in dir back: the Services' addresses, and their endpoints by Service.
+// readManifests reads the manifests in dir as nodeproxy does: the Services' addresses, and their endpoints by Service.
 func readManifests(t *testing.T, dir string) (services map[string]string, endpoints map[string][]string, local int) {
 	t.Helper()
-	services, endpoints = map[string]string{}, map[string][]string{}
-	files, err := filepath.Glob(filepath.Join(dir, "*.json"))
+	batch, err := manifest.Load(manifest.Config{Path: dir})
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, file := range files {
-		text, err := os.ReadFile(file)
-		if err != nil {
-			t.Fatal(err)
-		}
-		var list struct{ Items []json.RawMessage }
-		if err := json.Unmarshal(text, &list); err != nil {
-			t.Fatalf("%s: %v", file, err)
-		}
-		for _, item := range list.Items {
-			var slice discovery.EndpointSlice
-			if err := json.Unmarshal(item, &slice); err != nil {
-				t.Fatalf("%s: %v", file, err)
-			}
-			if slice.Kind == "Service" {
-				var s v1.Service
-				if err := json.Unmarshal(item, &s); err != nil {
-					t.Fatalf("%s: %v", file, err)
-				}
-				services[s.Name] = s.Spec.ClusterIP
-				continue
-			}
-			owner := slice.Labels[discovery.LabelServiceName]
-			for _, e := range slice.Endpoints {
-				endpoints[owner] = append(endpoints[owner], e.Addresses...)
-				if *e.NodeName == "node1" {
-					local++
-				}
+	services, endpoints = map[string]string{}, map[string][]string{}
+	for _, s := range batch.Services {
+		services[s.Name] = s.Spec.ClusterIP
+	}
+	for _, slice := range batch.EndpointSlices {
+		owner := slice.Labels[discovery.LabelServiceName]
+		for _, e := range slice.Endpoints {
+			endpoints[owner] = append(endpoints[owner], e.Addresses...)
+			if *e.NodeName == "node1" {
+				local++
 			}
 		}
 	}
