@@ -198,16 +198,11 @@ func addImage(l *oci.Layout, o options, arch string, layers [][]byte) (v1.Descri
 
 // addDockers adds the manifest.json of docker save, which "docker load" reads before Docker 25. It knows one platform only.
 func addDockers(l *oci.Layout, names []string, m v1.Manifest) error {
-	type dockerImage struct {
-		Config   string
-		RepoTags []string
-		Layers   []string
-	}
-	docker := dockerImage{Config: oci.Path(m.Config), RepoTags: names}
+	var layers []string
 	for _, layer := range m.Layers {
-		docker.Layers = append(docker.Layers, oci.Path(layer))
+		layers = append(layers, oci.Path(layer))
 	}
-	content, err := json.Marshal([]dockerImage{docker})
+	content, err := json.Marshal([]any{map[string]any{"Config": oci.Path(m.Config), "RepoTags": names, "Layers": layers}})
 	l.Add("manifest.json", content)
 	return err
 }

@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
-	"path/filepath"
 	"time"
 
 	v1 "github.com/opencontainers/image-spec/specs-go/v1"
@@ -62,37 +61,32 @@ func (r *release) packChart() error {
 
 // chartFiles returns the files of the chart, sorted, with the version and the image of this release in them, and its Chart.yaml.
 func (r *release) chartFiles() (files []oci.File, about []byte, err error) {
-	err = filepath.WalkDir(r.chart, func(path string, entry fs.DirEntry, err error) error {
+	lines := map[string][][2]string{
+		"Chart.yaml": {
+			{"version:", "version: " + r.number()}, {"appVersion:", "appVersion: " + r.version},
+			{digestAnnotation + ":", digestAnnotation + ": " + r.digest},
+		},
+		"values.yaml": {{"repository:", "repository: " + r.image}},
+	}
+	chart := os.DirFS(r.chart)
+	err = fs.WalkDir(chart, ".", func(name string, entry fs.DirEntry, err error) error {
 		if err != nil || entry.IsDir() {
 			return err
 		}
-		content, err := os.ReadFile(path)
-		if err != nil {
-			return err
-		}
-		name, err := filepath.Rel(r.chart, path)
+		content, err := fs.ReadFile(chart, name)
 		if err != nil {
 			return err
 		}
 		text := string(content)
-		var with [][2]string
-		switch name {
-		case "Chart.yaml":
-			with = [][2]string{{"version:", "version: " + r.number()}, {"appVersion:", "appVersion: " + r.version}, {digestAnnotation + ":", digestAnnotation + ": " + r.digest}}
-		case "values.yaml":
-			with = [][2]string{{"repository:", "repository: " + r.image}}
-		}
-		for _, w := range with {
-			if text, err = substitute(text, w[0], w[1]); err != nil {
+		for _, line := range lines[name] {
+			if text, err = substitute(text, line[0], line[1]); err != nil {
 				return fmt.Errorf("%s: %w", name, err)
 			}
 		}
 		if name == "Chart.yaml" {
 			about = []byte(text)
 		}
-		file := oci.Regular("nodeproxy/"+filepath.ToSlash(name), []byte(text))
-		file.Header.ModTime = r.epoch
-		files = append(files, file)
+		files = append(files, oci.Regular("nodeproxy/"+name, []byte(text)))
 		return nil
 	})
 	if err == nil && about == nil {
