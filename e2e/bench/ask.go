@@ -53,15 +53,9 @@ type question struct {
 
 // queries about a Service, which may have another name than the one that is known.
 func queries(svc *service) (named, unknown, trace string) {
-	values := func(pairs ...string) string {
-		v := url.Values{}
-		for i := 0; i < len(pairs); i += 2 {
-			v.Set(pairs[i], pairs[i+1])
-		}
-		return "?" + v.Encode()
-	}
-	return values("namespace", namespace, "name", svc.name), values("namespace", namespace, "name", svc.name+"x"),
-		values("from", "outside", "to", svc.frontend().String(), "protocol", "TCP")
+	of := func(name string) string { return "?" + url.Values{"namespace": {namespace}, "name": {name}}.Encode() }
+	to := url.Values{"from": {"outside"}, "to": {svc.frontend().String()}, "protocol": {"TCP"}}
+	return of(svc.name), of(svc.name + "x"), "?" + to.Encode()
 }
 
 // askLab is a node whose nodeproxy is asked.

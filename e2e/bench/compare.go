@@ -95,7 +95,7 @@ func (c comparison) run(ctx context.Context, o *options) (missed int) {
 func meanwhile(fn func()) string {
 	load, before := machine.WatchLoad(), machine.UsageNow()
 	fn()
-	return load.Stop() + "; " + machine.UsageNow().OthersSince(before)
+	return load() + "; " + machine.UsageNow().OthersSince(before)
 }
 
 // modeName is the mode, with the variant of iptables where the mode runs it.

@@ -60,7 +60,7 @@ func runInside(ctx context.Context, o *options) (missed int) {
 	}
 	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
 	err := inkernel.Exec(cmd)
-	fmt.Printf("\nMeanwhile, the machine's %s.\n", load.Stop())
+	fmt.Printf("\nMeanwhile, the machine's %s.\n", load())
 	if cmd.ProcessState != nil && cmd.ProcessState.ExitCode() == 1 {
 		return 1
 	}

@@ -225,21 +225,7 @@ func (c *ControlPlane) Via(n *harness.Netns, cfg *rest.Config) *rest.Config {
 	cfg.CAData, cfg.QPS, cfg.ContentType = c.ca, -1, runtime.ContentTypeProtobuf
 	cfg.WarningHandler = rest.NoWarnings{}
 	cfg.Proxy = func(*http.Request) (*url.URL, error) { return nil, nil } // This machine's can't be reached from the namespace.
-	cfg.Dial = func(ctx context.Context, network, address string) (net.Conn, error) {
-		to, err := netip.ParseAddrPort(address)
-		if err != nil {
-			return nil, err
-		}
-		deadline, limited := ctx.Deadline()
-		if most := time.Now().Add(5 * time.Second); !limited || deadline.After(most) {
-			deadline = most
-		}
-		conn, err := n.Dial(network, to, deadline)
-		if err != nil {
-			return nil, err
-		}
-		return conn, conn.SetDeadline(time.Time{})
-	}
+	cfg.Dial = n.DialContext(5 * time.Second)
 	return cfg
 }
 

@@ -24,16 +24,26 @@ var HealthAddr = netip.MustParseAddrPort("127.0.0.1:10256")
 
 // HTTP is a client of servers that are reached from inside the namespace. It keeps no connection.
 func (n *Netns) HTTP() *http.Client {
-	return &http.Client{Timeout: Limit, Transport: &http.Transport{
-		DisableKeepAlives: true,
-		DialContext: func(_ context.Context, network, address string) (net.Conn, error) {
-			at, err := netip.ParseAddrPort(address)
-			if err != nil {
-				return nil, err
-			}
-			return n.Dial(network, at, time.Now().Add(Limit))
-		},
-	}}
+	return &http.Client{Timeout: Limit, Transport: &http.Transport{DisableKeepAlives: true, DialContext: n.DialContext(Limit)}}
+}
+
+// DialContext is for clients that take a function with which they make their connections, each within most.
+func (n *Netns) DialContext(most time.Duration) func(ctx context.Context, network, address string) (net.Conn, error) {
+	return func(ctx context.Context, network, address string) (net.Conn, error) {
+		to, err := netip.ParseAddrPort(address)
+		if err != nil {
+			return nil, err
+		}
+		deadline := time.Now().Add(most)
+		if due, limited := ctx.Deadline(); limited && due.Before(deadline) {
+			deadline = due
+		}
+		conn, err := n.Dial(network, to, deadline)
+		if err != nil {
+			return nil, err
+		}
+		return conn, conn.SetDeadline(time.Time{})
+	}
 }
 
 // Get asks for a path by HTTP from inside the namespace, and returns status code and body.

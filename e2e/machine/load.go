@@ -15,18 +15,12 @@ func LoadAverage() string {
 	return fmt.Sprintf("load average %.2f %.2f %.2f", l.Load1, l.Load5, l.Load15)
 }
 
-// Loads collects the load average of the last minute until it is stopped.
-type Loads struct {
-	end    chan struct{}
-	values chan []float64
-}
-
-// samplePeriod is how often the load average is looked at; the kernel computes it anew every five seconds.
+// samplePeriod is how often WatchLoad looks at the load average; the kernel computes it anew every five seconds.
 const samplePeriod = 5 * time.Second
 
-// WatchLoad begins to collect. Stop has to be called once.
-func WatchLoad() *Loads {
-	l := &Loads{end: make(chan struct{}), values: make(chan []float64)}
+// WatchLoad begins to collect the load average of the last minute. stop, which has to be called once, ends that and sums it up.
+func WatchLoad() (stop func() string) {
+	end, collected := make(chan struct{}), make(chan []float64)
 	go func() {
 		tick := time.NewTicker(samplePeriod)
 		defer tick.Stop()
@@ -36,24 +30,20 @@ func WatchLoad() *Loads {
 				values = append(values, now.Load1)
 			}
 			select {
-			case <-l.end:
-				l.values <- values
+			case <-end:
+				collected <- values
 				return
 			case <-tick.C:
 			}
 		}
 	}()
-	return l
-}
-
-// Stop ends the collection and sums it up.
-func (l *Loads) Stop() string {
-	close(l.end)
-	values := <-l.values
-	if len(values) == 0 {
-		return "load average unknown"
+	return func() string {
+		close(end)
+		values := slices.Sorted(slices.Values(<-collected))
+		if len(values) == 0 {
+			return "load average unknown"
+		}
+		return fmt.Sprintf("1-minute load average %.1f to %.1f, %.1f in the median", values[0], values[len(values)-1],
+			values[len(values)/2])
 	}
-	slices.Sort(values)
-	return fmt.Sprintf("1-minute load average %.1f to %.1f, %.1f in the median", values[0], values[len(values)-1],
-		values[len(values)/2])
 }

@@ -36,7 +36,7 @@ func TestOthersSince(t *testing.T) {
 
 func TestLoads(t *testing.T) {
 	t.Parallel()
-	if got := WatchLoad().Stop(); !strings.HasPrefix(got, "1-minute load average ") {
+	if got := WatchLoad()(); !strings.HasPrefix(got, "1-minute load average ") {
 		t.Errorf("%q", got)
 	}
 }
