@@ -181,11 +181,7 @@ func addImage(l *oci.Layout, o options, arch string, layers [][]byte) (v1.Descri
 	for _, layer := range layers {
 		cfg.RootFS.DiffIDs = append(cfg.RootFS.DiffIDs, digest.FromBytes(layer))
 		cfg.History = append(cfg.History, v1.History{Created: cfg.Created, CreatedBy: "nodeproxy deploy/image"})
-		packed, err := oci.Gzip(layer)
-		if err != nil {
-			return v1.Descriptor{}, m, err
-		}
-		m.Layers = append(m.Layers, l.Blob(v1.MediaTypeImageLayerGzip, packed))
+		m.Layers = append(m.Layers, l.Blob(v1.MediaTypeImageLayerGzip, oci.Gzip(layer)))
 	}
 	var err error
 	if m.Config, err = l.JSON(v1.MediaTypeImageConfig, cfg); err != nil {

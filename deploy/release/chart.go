@@ -24,13 +24,11 @@ func (r *release) packChart() error {
 	if err != nil {
 		return err
 	}
-	packed, err := oci.Tar(files, r.epoch)
+	archive, err := oci.Tar(files, r.epoch)
 	if err != nil {
 		return err
 	}
-	if packed, err = oci.Gzip(packed); err != nil {
-		return err
-	}
+	packed := oci.Gzip(archive)
 	if err := r.write(fmt.Sprintf("nodeproxy-%s.tgz", r.number()), packed); err != nil {
 		return err
 	}
@@ -52,7 +50,7 @@ func (r *release) packChart() error {
 		return err
 	}
 	d.Annotations = map[string]string{v1.AnnotationRefName: r.number()}
-	archive, err := l.Archive(oci.NewIndex(d), r.epoch)
+	archive, err = l.Archive(oci.NewIndex(d), r.epoch)
 	if err != nil {
 		return err
 	}
