@@ -240,8 +240,8 @@ const (
 	kinds
 )
 
-// stages are what the time of a change is told by: all of it is from before the manifest is in place until everything is written; of that, what
-// it takes until the sync begins, as the daemon tells it, to find out what must be, with any wait for readers, and to bring the kernel to it.
+// stages are the parts of the time of a change: all of it, from before the manifest is in place until everything is written; then, as the
+// daemon tells them, the wait until the sync begins, finding out what must be, with any wait for readers, and bringing the kernel to it.
 var stages = [...]string{"file in place to written", "  of it, from arrival to the sync", "  planned, with the wait for readers", "  written"}
 
 // changeTimes are what changes of one kind took.
