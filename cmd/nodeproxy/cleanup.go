@@ -35,13 +35,9 @@ func cleanupCommand() *cobra.Command {
 			if err := cmd.Flags().Set("cleanup", "true"); err != nil {
 				return err
 			}
-			effective, err := flags.Effective()
+			_, cfg, err := effectiveConfig(flags)
 			if err != nil {
-				return &usageError{err}
-			}
-			cfg, err := effective.Config()
-			if err != nil {
-				return &usageError{err}
+				return err
 			}
 			return cleanup(cmd.Context(), cfg, what, cmd.OutOrStdout(), cmd.ErrOrStderr())
 		},

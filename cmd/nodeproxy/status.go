@@ -67,13 +67,12 @@ func statusCommand() *cobra.Command {
 Exit codes: 0 if nothing is wrong, 1 if something is, or no nodeproxy answers, 2 if the command line is wrong.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			s, err := inspect.NewClient(i.socket()).Status(cmd.Context())
+			s, err := i.client("").Status(cmd.Context())
 			if err != nil {
 				at, wrong := i.health()
 				if wrong != nil {
 					return wrong
 				}
-				err = unanswered(err, i.socket(), "")
 				if i.output == "" || i.output == "text" {
 					fmt.Fprintf(cmd.OutOrStdout(), "There is no answer: %s.\n\n", strings.TrimSuffix(err.Error(), "."))
 					writeFromOutside(cmd.Context(), cmd.OutOrStdout(), "/proc", at)
@@ -81,15 +80,7 @@ Exit codes: 0 if nothing is wrong, 1 if something is, or no nodeproxy answers, 2
 				}
 				return err
 			}
-			if err := i.print(cmd.OutOrStdout(), s, func(string) error {
-				return inspect.WriteStatus(cmd.OutOrStdout(), s)
-			}); err != nil {
-				return err
-			}
-			if len(s.Wrong) > 0 {
-				return errProblem
-			}
-			return nil
+			return i.show(cmd.OutOrStdout(), s, len(s.Wrong) > 0, func(string) error { return inspect.WriteStatus(cmd.OutOrStdout(), s) })
 		},
 	}
 	i.addAs(cmd, "status", "text, json or yaml")
