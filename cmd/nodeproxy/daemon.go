@@ -169,7 +169,7 @@ func (d *daemon) await() error {
 // build makes all that brings objects to the kernel, and the settings of the kernel that it needs. Where the mode can't work, no
 // setting has changed.
 func (d *daemon) build(f *front) error {
-	d.servers = []*health.Server{f.healthz, f.metrics}
+	d.servers = f.servers[:]
 	cfg := d.cfg
 	if err := d.check(); err != nil {
 		return err
