@@ -40,7 +40,9 @@ type daemon struct {
 	families []plan.Family // of the host
 	metrics  *metrics.Set
 	objects  source.Source
-	from     string // names the source
+	from     string                // names the source
+	files    *manifest.Source      // it, if it is one of files
+	watches  func() []source.Watch // how current the objects are; none for those of files
 	// buffer keeps what the source delivers until there is a proxier.
 	buffer source.Buffer
 	// ctx ends when the daemon is to stop. running are all its goroutines, and read receives what the source ended with.
@@ -75,18 +77,16 @@ type daemon struct {
 	// event sends the cluster, if there is one, an event about what is wrong on this node, and normalEvent about what is not.
 	event       func(reason, action, text string)
 	normalEvent func(reason, action string)
-	// warnConflict sends an event about host processes that listen where Services are; nil without a cluster.
-	warnConflict func(text string)
 }
 
 // newDaemon makes a daemon that stops when ctx ends. It writes nothing to the kernel, and reads no objects before begin.
 func newDaemon(ctx context.Context, cfg *config.Config, log *slog.Logger) (*daemon, error) {
 	d := &daemon{cfg: cfg, mode: modeNamed(cfg.Mode), log: log, families: hostFamilies(log), event: func(_, _, _ string) {}, normalEvent: func(_, _ string) {},
-		read: make(chan error, 1)}
+		read: make(chan error, 1), watches: func() []source.Watch { return nil }}
 	d.ctx, d.cancel = context.WithCancel(ctx)
 	d.metrics = metrics.New(metrics.Config{Mode: d.mode.name, Version: version, Families: d.families, Start: started, Log: log})
 	d.metrics.CollectRESTClient(requests)
-	d.drift = &driftReporter{metrics: d.metrics, log: log}
+	d.drift = &driftReporter{metrics: d.metrics, log: log, event: func(text string) { d.event("DriftRepaired", "RepairRules", text) }}
 	d.report, d.findings = d.reports.report, cfg.Findings
 	for _, f := range cfg.Findings {
 		d.report(f)
@@ -180,10 +180,8 @@ func (d *daemon) build(f *front) error {
 	if d.backend, err = d.mode.open(d.modeConfig()); err != nil {
 		return err
 	}
-	d.monitor = newMonitor(cfg, d.metrics, d.backend.Families(), d.objects, f, d.report, d.log)
-	d.monitor.took, d.monitor.written = d.backend.Took, d.backend.Written
-	d.monitor.countTraffic(d.backend, cfg.ServiceMetrics)
-	d.monitor.warn = d.warnConflict
+	d.monitor = newMonitor(d, d.backend.Families(), f)
+	d.monitor.countTraffic(cfg.ServiceMetrics)
 	known := cfg.ServiceCIDRs
 	if !cfg.ServiceCIDRsGiven {
 		known = nil
@@ -271,8 +269,8 @@ func (d *daemon) inspected() *inspect.Node {
 		return nil
 	}
 	var serviceFile func(namespace, name string) string
-	if files, is := d.objects.(*manifest.Source); is {
-		serviceFile = files.ServiceFile
+	if d.files != nil {
+		serviceFile = d.files.ServiceFile
 	}
 	return &inspect.Node{
 		ServiceFile: serviceFile, OnlyProxied: d.cfg.Manifests == "",
@@ -420,7 +418,8 @@ func (d *daemon) open(ctx context.Context, report source.Report) error {
 	if cfg.Manifests != "" {
 		var err error
 		d.from = cfg.Manifests
-		d.objects, err = manifest.New(manifestConfig(cfg, report, d.log))
+		d.files, err = manifest.New(manifestConfig(cfg, report, d.log))
+		d.objects = d.files
 		return err
 	}
 	apiserver.RedirectLogs(d.log)
@@ -436,15 +435,22 @@ func (d *daemon) open(ctx context.Context, report source.Report) error {
 	go events.Run(ctx)
 	d.normalEvent = func(reason, action string) { events.Normal(reason, action, "") }
 	d.event = func(reason, action, text string) { events.Warning(reason, action, "%s", text) }
-	d.warnConflict = func(text string) { d.event("PortConflict", "WatchPorts", text) }
-	d.drift.event = func(text string) { d.event("DriftRepaired", "RepairRules", text) }
 	d.from = "the API server"
 	watched := apiserver.Config{Client: client, NodeName: cfg.NodeName, Log: d.log, Report: report}
 	if cfg.Settings.DetectLocal.Mode == plan.DetectNodeCIDR {
 		watched.PodCIDRTimeout = apiserver.DefaultPodCIDRTimeout
 	}
-	d.objects = apiserver.New(watched)
+	api := apiserver.New(watched)
+	d.objects, d.watches = api, api.Watches
 	return nil
+}
+
+// faults returns what of the files can't be read.
+func (d *daemon) faults() []string {
+	if d.files == nil {
+		return nil
+	}
+	return d.files.Faults()
 }
 
 func newClient(cfg *config.Config) (*apiserver.Client, error) {

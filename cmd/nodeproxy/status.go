@@ -18,22 +18,18 @@ import (
 	"k8s.io/apimachinery/pkg/util/duration"
 
 	"nodeproxy/inspect"
-	"nodeproxy/source/apiserver"
 )
 
 // self is what this daemon knows about itself.
 func (d *daemon) self() inspect.Self {
 	s := inspect.Self{
 		Program: program(), Variant: d.backend.variant, Families: d.backend.Families(), Started: started, From: d.from,
-		Neighbours: d.neighbours.all(), Waited: d.monitor.node.OldestChange(),
+		Neighbours: d.neighbours.all(), Waited: d.monitor.node.OldestChange(), Watches: d.watches(),
 	}
 	for _, f := range d.families {
 		if !slices.Contains(s.Families, f) {
 			s.Unserved = append(s.Unserved, f)
 		}
-	}
-	if api, is := d.objects.(*apiserver.Source); is {
-		s.Watches = api.Watches()
 	}
 	for _, m := range d.monitor.node.Missing() {
 		s.Missing = append(s.Missing, inspect.Missing(m))
