@@ -209,9 +209,7 @@ func TestChecks(t *testing.T) {
 
 			taken := listen(t, "192.0.2.1:30080")
 			c.await(onNode["port"], 1)
-			if text, code := c.ask("get", "findings"); code != 1 || !strings.Contains(text, "listens at 192.0.2.1, port 30080/TCP") {
-				t.Errorf("exit code %d: %s", code, text)
-			}
+			c.says(1, "get findings", "listens at 192.0.2.1, port 30080/TCP")
 			taken.Close()
 			c.await("Nothing is wrong with it on this node.", 0)
 
@@ -261,9 +259,7 @@ func TestNodeElsewhere(t *testing.T) {
 	elsewhere := strings.Replace(checkedService, "{type: InternalIP, address: 192.0.2.1}", "{type: InternalIP, address: 192.0.2.2}", 1)
 	c.write(elsewhere)
 	c.await(onNode["not-mine"], 1)
-	if text, code := c.ask("status"); code != 1 || !strings.Contains(text, "There is a problem with objects or with the node") {
-		t.Errorf("status: exit code %d\n%s", code, text)
-	}
+	c.says(1, "status", "There is a problem with objects or with the node")
 	if text, _ := c.ask("get", "findings"); !strings.Contains(text, "192.0.2.2 is no address of this machine; no node port answers there") {
 		t.Errorf("findings\n%s", text)
 	}
@@ -291,9 +287,7 @@ func TestCheckRefused(t *testing.T) {
 	c := startChecked(t, []string{"PATH=" + dir + ":" + os.Getenv("PATH")}, "--mode=iptables")
 	c.write(strings.ReplaceAll(checkedService, "10.96.0.10", "10.96.0.66"))
 	c.await(onNode["refused"], 1)
-	if text, code := c.ask("get", "findings"); code != 1 || !strings.Contains(text, "the kernel refuses port") {
-		t.Errorf("exit code %d: %s", code, text)
-	}
+	c.says(1, "get findings", "the kernel refuses port")
 }
 
 // TestFindingsOfProcess: get findings and status have what is wrong with the process itself: an address at which another program listens, and a

@@ -95,11 +95,8 @@ func populate(t *testing.T) (others string) {
 	t.Helper()
 	kubeProxys := map[string]string{}
 	for family, file := range map[string]string{"iptables": "ipv4", "ip6tables": "ipv6"} {
-		text, err := os.ReadFile(filepath.Join("..", "..", "e2e", "testdata", "kube-proxy-1.36.3."+file+".rules"))
-		if err != nil {
-			t.Fatal(err)
-		}
-		for line := range strings.Lines(string(text)) {
+		text := readFile(t, filepath.Join("..", "..", "e2e", "testdata", "kube-proxy-1.36.3."+file+".rules"))
+		for line := range strings.Lines(text) {
 			if !strings.Contains(line, "KUBE-FIREWALL") { // The kubelet has it already.
 				kubeProxys[family] += line
 			}

@@ -178,21 +178,15 @@ func TestREADMEInstall(t *testing.T) {
 // TestREADMENumbers: the numbers of the README's table of measurements are those of the document that it links to.
 func TestREADMENumbers(t *testing.T) {
 	t.Parallel()
-	text, err := os.ReadFile("../../README.md")
-	if err != nil {
-		t.Fatal(err)
-	}
-	rows := regexp.MustCompile(`(?m)^\| [^|]+ \| ([^|]+) \| ([^|]+) \| (1/[^|]+) \| \[[a-z]+\]\(([^#]+)#`).FindAllStringSubmatch(string(text), -1)
+	text := readFile(t, "../../README.md")
+	rows := regexp.MustCompile(`(?m)^\| [^|]+ \| ([^|]+) \| ([^|]+) \| (1/[^|]+) \| \[[a-z]+\]\(([^#]+)#`).FindAllStringSubmatch(text, -1)
 	if len(rows) != 5 {
 		t.Fatalf("%d rows were found, want 5", len(rows))
 	}
 	for _, row := range rows {
-		table, err := os.ReadFile("../../" + row[4])
-		if err != nil {
-			t.Fatal(err)
-		}
+		table := readFile(t, "../../"+row[4])
 		for _, number := range row[1:3] {
-			if !regexp.MustCompile(`\| ` + regexp.QuoteMeta(number) + `[ ,]`).Match(table) {
+			if !regexp.MustCompile(`\| ` + regexp.QuoteMeta(number) + `[ ,]`).MatchString(table) {
 				t.Errorf("%s has no number %s", row[4], number)
 			}
 		}
@@ -251,10 +245,7 @@ var (
 // directories that kubectl and helm are given.
 func TestCommandsInDocumentation(t *testing.T) {
 	t.Parallel()
-	makefile, err := os.ReadFile("../../Makefile")
-	if err != nil {
-		t.Fatal(err)
-	}
+	makefile := readFile(t, "../../Makefile")
 	seen := map[string]int{}
 	for path, m := range documentation(t) {
 		if strings.HasSuffix(path, "docs/cli.md") {
@@ -273,7 +264,7 @@ func TestCommandsInDocumentation(t *testing.T) {
 			}
 			if target := makeTarget.FindStringSubmatch(text); target != nil {
 				seen["make"]++
-				if !regexp.MustCompile(`(?m)^` + target[1] + `:`).Match(makefile) {
+				if !regexp.MustCompile(`(?m)^` + target[1] + `:`).MatchString(makefile) {
 					t.Errorf("%s: there is no make %s", place, target[1])
 				}
 			}

@@ -22,6 +22,15 @@ func writeFile(t *testing.T, name, text string) {
 	}
 }
 
+func readFile(t *testing.T, name string) string {
+	t.Helper()
+	text, err := os.ReadFile(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(text)
+}
+
 // process is a nodeproxy that runs in the network namespace of the test.
 type process struct {
 	*exec.Cmd
