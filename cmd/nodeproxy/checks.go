@@ -40,15 +40,13 @@ func (d *daemon) reality() *inspect.Reality {
 		return endpoints.Look(ctx, d.cfg.SysctlDir, ports)
 	}
 	r.Detour = endpoints.Detour
-	if verify := d.backend.verify; verify != nil {
-		r.Kernel = func(ctx context.Context, svc plan.Service) (int, []string, error) {
-			things, found, err := verify(ctx, svc)
-			var words []string
-			for _, f := range found {
-				words = append(words, f.String())
-			}
-			return things, words, err
+	r.Kernel = func(ctx context.Context, svc plan.Service) (int, []string, error) {
+		things, found, err := d.backend.Verify(ctx, svc)
+		var words []string
+		for _, f := range found {
+			words = append(words, f.String())
 		}
+		return things, words, err
 	}
 	if reader := d.monitor.traffic; reader != nil {
 		r.Traffic = func(ctx context.Context) (map[plan.Key]plan.Traffic, error) {

@@ -161,11 +161,5 @@ func variants(setting config.Variant) []xtables.Variant {
 
 // variant returns the variant of iptables that the setting names, and "" if it leaves the choice open.
 func variant(setting config.Variant) xtables.Variant {
-	switch setting {
-	case config.NFTVariant:
-		return xtables.NFT
-	case config.LegacyVariant:
-		return xtables.Legacy
-	}
-	return ""
+	return map[config.Variant]xtables.Variant{config.NFTVariant: xtables.NFT, config.LegacyVariant: xtables.Legacy}[setting]
 }

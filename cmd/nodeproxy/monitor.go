@@ -23,9 +23,8 @@ type monitor struct {
 	// listeners looks for programs that listen where a Service captures the traffic.
 	listeners *listeners.Watcher
 	backend   *openMode
-	// traffic reads counters, and follow tells the reader what the plan is; nil if there are none, or if it need not know.
+	// traffic reads counters; nil if there are none.
 	traffic metrics.TrafficReader
-	follow  func(*plan.Plan, plan.Change)
 	history *inspect.History // of the front
 	// inSync is closed when the kernel has been brought to the plan for the first time, and complete when that was a plan with
 	// all there is.
@@ -100,8 +99,8 @@ func (m *monitor) Synced(p *plan.Plan, change plan.Change, r proxier.Result) {
 	m.metrics.Planned(p, change)
 	m.services.Update(p, change)
 	m.listeners.Update(p, change)
-	if m.follow != nil {
-		m.follow(p, change)
+	if r, follows := m.traffic.(interface{ Update(*plan.Plan, plan.Change) }); follows { // Some readers have to know the plan.
+		r.Update(p, change)
 	}
 	m.node.Leaving(!r.Eligible)
 	switch {
@@ -150,8 +149,8 @@ func (d *daemon) conflict(f source.Finding) {
 // countTraffic adds metrics of what goes through at most limit ServicePorts and through rules.
 func (m *monitor) countTraffic(limit int) {
 	m.metrics.CollectPacketCounters(m.backend.invalidDropped, m.backend.localhostNodePorts)
-	if limit > 0 && m.backend.traffic != nil {
-		m.traffic, m.follow = m.backend.traffic()
+	if limit > 0 {
+		m.traffic = m.backend.traffic()
 		m.metrics.CollectTraffic(m.traffic, limit)
 	}
 }
