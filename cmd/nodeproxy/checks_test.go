@@ -195,9 +195,8 @@ func TestChecks(t *testing.T) {
 			if text, _ := c.ask("get", "services", "-o", "wide"); mode == "nftables" && !strings.Contains(text, "  IPv4     1             <none>     <none>\n") {
 				t.Errorf("a connection is not counted:\n%s", text)
 			}
-			if text, _ := c.ask("explain", "web"); !strings.Contains(text, "1 tracked: 1 to 192.0.2.1:8080\n") {
-				t.Errorf("a connection is not found:\n%s", text)
-			}
+			text, _ = c.ask("explain", "web")
+			has(t, text, "1 tracked: 1 to 192.0.2.1:8080\n")
 
 			c.endpoint.Close()
 			c.await(onNode["refuses"], 1)
@@ -246,9 +245,7 @@ func TestCheckRoutes(t *testing.T) {
 	forward("1")
 	nstest.Exec(t, "ip", "route", "add", "10.244.2.0/24", "dev", "lo")
 	c.await("Nothing is wrong with it on this node.", 0)
-	if text, _ := c.ask("explain", "web"); !strings.Contains(text, "there is one to each of the 2 endpoints in use\n") {
-		t.Errorf("explain says\n%s", text)
-	}
+	c.says(0, "explain web", "there is one to each of the 2 endpoints in use\n")
 }
 
 // TestNodeElsewhere: the Node has an address that the machine does not have, and node ports are limited to it. A file that is broken stays in
@@ -260,9 +257,7 @@ func TestNodeElsewhere(t *testing.T) {
 	c.write(elsewhere)
 	c.await(onNode["not-mine"], 1)
 	c.says(1, "status", "There is a problem with objects or with the node")
-	if text, _ := c.ask("get", "findings"); !strings.Contains(text, "192.0.2.2 is no address of this machine; no node port answers there") {
-		t.Errorf("findings\n%s", text)
-	}
+	c.says(1, "get findings", "192.0.2.2 is no address of this machine; no node port answers there")
 	c.write(strings.ReplaceAll(elsewhere, "addresses: [192.0.2.1]", "addresses: [192.0.2.2]"))
 	c.awaitPart("Endpoint 192.0.2.2:8080 is this node itself, but the machine does not have the address that its Node names", 1)
 	c.write(checkedService)

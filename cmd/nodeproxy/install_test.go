@@ -183,11 +183,7 @@ func TestUnit(t *testing.T) {
 		t.Errorf("ExecStart=%s: %v", line, err)
 	}
 	page := strings.Join(pageCommands(t, "bare-metal")["Install"], "\n")
-	for _, path := range []string{words[0], run.Flag("config").Value.String(), run.Flag("manifests").Value.String()} {
-		if !strings.Contains(page, path) {
-			t.Errorf("the page does not make %s", path)
-		}
-	}
+	has(t, page, words[0], run.Flag("config").Value.String(), run.Flag("manifests").Value.String())
 	if text, _, err := inProcess("", "config", "--mode=nftables"); err != nil || !strings.Contains(text, "mode: nftables") {
 		t.Errorf("config --mode=nftables: %v\n%s", err, text)
 	}
