@@ -86,6 +86,7 @@ func newDaemon(ctx context.Context, cfg *config.Config, log *slog.Logger) (*daem
 	d.ctx, d.cancel = context.WithCancel(ctx)
 	d.metrics = metrics.New(metrics.Config{Mode: d.mode.name, Version: version, Families: d.families, Start: started, Log: log})
 	d.metrics.CollectRESTClient(requests)
+	d.refusals.known = map[plan.Key]plan.Refusal{}
 	d.drift = &driftReporter{metrics: d.metrics, log: log, event: func(text string) { d.event("DriftRepaired", "RepairRules", text) }}
 	d.report, d.findings = d.reports.report, cfg.Findings
 	for _, f := range cfg.Findings {
@@ -241,10 +242,11 @@ func (r *refusals) list() []plan.Refusal {
 func (d *daemon) refused(f plan.Family, list []plan.Refusal) {
 	d.refusals.mu.Lock()
 	defer d.refusals.mu.Unlock()
-	now := map[plan.Key]plan.Refusal{}
+	still := map[plan.Key]bool{}
 	for _, r := range list {
-		now[r.Key] = r
-		if _, known := d.refusals.known[r.Key]; known {
+		still[r.Key] = true
+		_, known := d.refusals.known[r.Key]
+		if d.refusals.known[r.Key] = r; known {
 			continue
 		}
 		finding := source.Finding{
@@ -254,13 +256,11 @@ func (d *daemon) refused(f plan.Family, list []plan.Refusal) {
 		d.event("ServiceRefused", "SyncRules", finding.String())
 	}
 	for k := range d.refusals.known {
-		if _, still := now[k]; k.Family == f && !still {
+		if k.Family == f && !still[k] {
+			delete(d.refusals.known, k)
 			d.log.Info("the kernel takes ServicePort " + k.String() + " again, or it is gone")
-		} else if k.Family != f {
-			now[k] = d.refusals.known[k]
 		}
 	}
-	d.refusals.known = now
 }
 
 // inspected returns what commands ask about; nil before anything can be programmed.
@@ -331,10 +331,10 @@ func (d *daemon) run(claim *claim, front *front) error {
 	}
 	front.serve(d)
 	d.running.Go(func() { d.monitor.listeners.Run(ctx) })
-	d.goBeside(ctx, &d.running)
+	d.goBeside(ctx)
 	d.running.Go(func() { d.watchOthers(ctx, claim, lookEvery) })
 	if d.location != nil {
-		d.followLocation(ctx, &d.running)
+		d.followLocation(ctx)
 	}
 	d.buffer.PassTo(d.proxier)
 	d.proxier.Run(ctx)
@@ -357,10 +357,10 @@ func (d *daemon) run(claim *claim, front *front) error {
 const locateFirst = 5 * time.Second
 
 // followLocation keeps Services from getting the API server's own address and port.
-func (d *daemon) followLocation(ctx context.Context, running *sync.WaitGroup) {
+func (d *daemon) followLocation(ctx context.Context) {
 	known := make(chan struct{})
 	var once sync.Once
-	running.Go(func() {
+	d.running.Go(func() {
 		d.location.Follow(ctx, func(list []netip.AddrPort) {
 			d.log.Debug("no external address of a Service may be the API server's", "addresses", list)
 			d.proxier.Reserve(list)
@@ -375,27 +375,27 @@ func (d *daemon) followLocation(ctx context.Context, running *sync.WaitGroup) {
 }
 
 // goBeside starts what runs beside the proxier.
-func (d *daemon) goBeside(ctx context.Context, running *sync.WaitGroup) {
+func (d *daemon) goBeside(ctx context.Context) {
 	if d.backend.run != nil {
-		running.Go(func() {
+		d.running.Go(func() {
 			if err := d.backend.run(ctx, d.proxier.Resync); err != nil {
 				d.log.Error("mode "+d.mode.name+" goes on without this", "error", err)
 			}
 		})
 	}
-	running.Go(func() { d.removeOthers(ctx) })
+	d.running.Go(func() { d.removeOthers(ctx) })
 	if d.client != nil && !d.cfg.TakeOver { // As for other proxies, it is known and wanted with --take-over.
-		running.Go(func() { d.watchDaemonSet(ctx, daemonSetEvery) })
+		d.running.Go(func() { d.watchDaemonSet(ctx, daemonSetEvery) })
 	}
-	running.Go(func() {
+	d.running.Go(func() {
 		select {
 		case <-ctx.Done():
 		case <-d.monitor.inSync: // The first programming is a flood of notifications, all of them of our own doing.
 			d.drift.watch(ctx, d.backend, d.proxier.Suspect)
 		}
 	})
-	running.Go(func() { d.flows.Run(ctx) })
-	running.Go(func() {
+	d.running.Go(func() { d.flows.Run(ctx) })
+	d.running.Go(func() {
 		select {
 		case <-ctx.Done():
 		case <-d.monitor.complete: // What the first objects took is free now, and the node may need it.

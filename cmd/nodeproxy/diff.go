@@ -97,7 +97,7 @@ func (d *differ) run(cmd *cobra.Command, args []string) (differs bool, err error
 		only = svc.String()
 		known = func(s *side) bool { return s.desired != nil && len(s.desired.KeysOf(svc)) > 0 }
 	}
-	if err := oneOf("against", d.against, "kernel", "running"); err != nil {
+	if err := oneOf("against", d.against, enumerated["against"]); err != nil {
 		return false, err
 	}
 	color, err := d.colored(cmd.OutOrStdout())
@@ -140,7 +140,7 @@ func (d *differ) colored(w io.Writer) (bool, error) {
 		f, ok := w.(*os.File)
 		return ok && os.Getenv("NO_COLOR") == "" && os.Getenv("TERM") != "dumb" && term.IsTerminal(int(f.Fd())), nil
 	}
-	return d.color == "always", oneOf("color", d.color, "auto", "always", "never")
+	return d.color == "always", oneOf("color", d.color, enumerated["color"])
 }
 
 // objectFlags say where objects are from. takenOver are the flags that may be given with them; all other settings are the running nodeproxy's.
@@ -165,7 +165,7 @@ func (d *differ) sides(cmd *cobra.Command) (from, to *side, err error) {
 	}
 	mode := d.mode(cmd)
 	if mode != "" {
-		if err := oneOf("mode", mode, config.Modes()...); err != nil {
+		if err := oneOf("mode", mode, config.Modes()); err != nil {
 			return nil, nil, err
 		}
 	}

@@ -32,7 +32,7 @@ var flagReaders = []struct{ commands, flags string }{
 }
 
 // oneOf returns the mistake of a flag whose value is none of those that there are.
-func oneOf(flag, value string, all ...string) error {
+func oneOf(flag, value string, all []string) error {
 	if slices.Contains(all, value) {
 		return nil
 	}

@@ -56,13 +56,13 @@ func (i *inspector) addAs(cmd *cobra.Command, name, outputs string) {
 	i.addFlags(cmd, name)
 	cmd.Flags().StringVarP(&i.namespace, "namespace", "n", "default", "namespace of Services that are named without one")
 	cmd.Flags().StringVarP(&i.output, "output", "o", "", "form of the output: "+outputs)
-	i.forms = strings.Fields(strings.NewReplacer(",", "", " or ", " ").Replace(outputs))
+	i.forms = formsIn(outputs)
 	refuse := cmd.PreRunE
 	cmd.PreRunE = func(cmd *cobra.Command, args []string) error {
 		if err := refuse(cmd, args); err != nil {
 			return err
 		}
-		return oneOf("output", cmp.Or(i.output, i.forms[0]), i.forms...) // Before it reads or asks anything.
+		return oneOf("output", cmp.Or(i.output, i.forms[0]), i.forms) // Before it reads or asks anything.
 	}
 	_ = cmd.RegisterFlagCompletionFunc("namespace", i.completeNamespace) // It fails only for a flag that does not exist.
 	if strings.Contains(cmd.Use, " [NAMESPACE/]SERVICE") || strings.Contains(cmd.Use, " [[NAMESPACE/]NAME]") {

@@ -80,11 +80,11 @@ type installer struct {
 }
 
 func (i *installer) run(ctx context.Context, stdin io.Reader, stderr io.Writer) ([]byte, error) {
-	if err := oneOf("output", i.output, installOutputs...); err != nil {
+	if err := oneOf("output", i.output, installOutputs); err != nil {
 		return nil, err
 	}
 	if i.options.Mode != "" {
-		if err := oneOf("mode", i.options.Mode, config.Modes()...); err != nil {
+		if err := oneOf("mode", i.options.Mode, config.Modes()); err != nil {
 			return nil, err
 		}
 	}

@@ -54,7 +54,7 @@ func renderCommand() *cobra.Command {
 			if cfg.Manifests == "" && cfg.API.Kubeconfig == "" && cfg.API.Master == "" {
 				return &usageError{errors.New("--manifests: one of --manifests, --kubeconfig and --master is required, or a file: render needs objects")}
 			}
-			if err := oneOf("family", r.family, "ipv4", "ipv6", "all"); err != nil {
+			if err := oneOf("family", r.family, enumerated["family"]); err != nil {
 				return err
 			}
 			leftOut := 0

@@ -141,12 +141,9 @@ func gather(ctx context.Context, client *inspect.Client, health netip.AddrPort) 
 		_ = inspect.WriteStatus(&text, status) // A Builder takes everything.
 		add("status.txt", text.String())
 		add("status.json", asJSON(status, nil))
-		services, err := client.ServicePorts(ctx, plan.Service{})
-		add("services.json", asJSON(services, err))
-		findings, err := client.Findings(ctx)
-		add("findings.json", asJSON(findings, err))
-		history, err := client.History(ctx, plan.Service{})
-		add("history.json", asJSON(history, err))
+		add("services.json", asJSON(client.ServicePorts(ctx, plan.Service{})))
+		add("findings.json", asJSON(client.Findings(ctx)))
+		add("history.json", asJSON(client.History(ctx, plan.Service{})))
 		files, err := client.Support(ctx)
 		if err != nil {
 			files = map[string]string{"config.json": err.Error()}
