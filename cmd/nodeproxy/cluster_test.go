@@ -72,7 +72,8 @@ func TestExplainCluster(t *testing.T) {
 	startProcess(t, nil, "--kubeconfig="+kubeconfig, "--node-name=node1", "--mode=nftables", "--socket="+a.socket)
 	a.awaitProgrammed()
 	text, _ := a.ask("explain", "web")
-	has(t, text, "selector app=web", "to port 8080 of the Pods", "find out why the readiness probes fail: kubectl -n default describe pod -l app=web\n")
+	has(t, text, "selector app=web", "to port 8080 of the Pods",
+		"find out why the readiness probes fail: kubectl -n default describe pod -l app=web\n")
 	text, _ = a.ask("explain", "typo")
 	has(t, text, "so connections are refused: it has no EndpointSlice.")
 }

@@ -168,7 +168,9 @@ func explainCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return i.show(cmd.OutOrStdout(), e, e.Problem(), func(string) error { return inspect.WriteExplanation(cmd.OutOrStdout(), e, time.Now()) })
+			return i.show(cmd.OutOrStdout(), e, e.Problem(), func(string) error {
+				return inspect.WriteExplanation(cmd.OutOrStdout(), e, time.Now())
+			})
 		},
 	}
 	i.add(cmd, "text, json or yaml")

@@ -239,8 +239,8 @@ func (i *inspector) service(args []string) (plan.Service, error) {
 	return svc, nil
 }
 
-// show prints an answer as JSON or YAML, or calls table with the name of another form. It returns an error if the answer tells of a problem,
-// or is incomplete.
+// show prints an answer as JSON or YAML, or calls table with the name of another form. It returns an error if the answer tells of
+// a problem, or is incomplete.
 func (i *inspector) show(w io.Writer, answer any, problem bool, table func(form string) error) error {
 	var err error
 	switch form := cmp.Or(i.output, i.forms[0]); form {

@@ -43,8 +43,9 @@ func newMonitor(d *daemon, families []plan.Family, f *front) *monitor {
 		inSync: make(chan struct{}), complete: make(chan struct{})}
 	m.first = sync.OnceFunc(func() { close(m.inSync) })
 	m.firstComplete = sync.OnceFunc(func() { close(m.complete) })
-	m.node = health.NewNode(health.NodeConfig{Program: program(), Families: families, Timeout: 2 * d.cfg.SyncPeriod, Answered: m.metrics.Answered,
-		Watches: d.watches, Faults: d.faults})
+	m.node = health.NewNode(health.NodeConfig{
+		Program: program(), Families: families, Timeout: 2 * d.cfg.SyncPeriod, Answered: m.metrics.Answered, Watches: d.watches, Faults: d.faults,
+	})
 	m.listeners = listeners.New(listeners.Config{
 		NotNode: []string{names.Device}, Report: d.conflict, Count: m.metrics.PortConflicts, Held: m.services.Held, Log: d.log,
 	})

@@ -90,7 +90,8 @@ func TestStatusFromOutside(t *testing.T) {
 	t.Parallel()
 	nstest.Enter(t)
 	a := newAsked(t)
-	a.says(1, "status", "There is no answer: no nodeproxy answers at "+a.socket, "Nobody answers about the health of a proxy at 127.0.0.1:10256: ", "What to do:")
+	a.says(1, "status", "There is no answer: no nodeproxy answers at "+a.socket,
+		"Nobody answers about the health of a proxy at 127.0.0.1:10256: ", "What to do:")
 	proc := t.TempDir()
 	for pid, name := range map[string]string{"7": "kube-proxy", "8": "bash"} {
 		if err := os.MkdirAll(filepath.Join(proc, pid), 0o755); err != nil {
