@@ -16,24 +16,25 @@ import (
 // settle is the time without another event after which the file is read again: programs save in several steps.
 const settle = 50 * time.Millisecond
 
-// Watch reads the configuration file again whenever it changes, until ctx ends. It passes a good one to changed, with the flags put
-// over it as before, if it differs in its effect or its findings from the last good one or follows a wrong one. A file that is
-// gone or wrong it reports to rejected, once. Without a file it only waits. Config must have returned before.
-func (f *Flags) Watch(ctx context.Context, changed func(*Config), rejected func(error)) {
-	if f.values.own.configFile == "" {
+// Watch reads the configuration file again whenever it changes, until ctx ends. It tells a good one, with the flags put over it as
+// before, if it differs in its effect or its findings from the last good one or follows an error; and the error of a file that is
+// gone or wrong, once. Without a file it only waits. Config must have returned before.
+func (f *Flags) Watch(ctx context.Context, tell func(*Config, error)) {
+	path := f.values.own.configFile
+	if path == "" {
 		<-ctx.Done()
 		return
 	}
-	w := &fileWatch{flags: f, path: f.values.own.configFile, seen: f.read, changed: changed, rejected: rejected}
+	w := &fileWatch{flags: f, path: path, tell: tell}
 	if e, err := f.over(f.read); err == nil {
-		w.inForce, _ = e.Config()
+		w.last, _ = e.Config()
 	}
 	files := filewatch.New(slog.Default())
 	defer files.Close()
 	timer := time.NewTimer(settle) // It may have changed since it was read.
 	defer timer.Stop()
 	for {
-		if files.Watch(filewatch.Directories(w.path)) {
+		if files.Watch(filewatch.Directories(path)) {
 			timer.Reset(settle)
 		}
 		select {
@@ -51,50 +52,41 @@ func (f *Flags) Watch(ctx context.Context, changed func(*Config), rejected func(
 
 // fileWatch is a watch of the configuration file.
 type fileWatch struct {
-	flags    *Flags
-	path     string
-	inForce  *Config
-	seen     []byte // the last content
-	wrong    bool   // it was wrong
-	suspect  bool   // it was wrong at the last look, which is not reported yet
-	failure  string // the error that was reported last
-	changed  func(*Config)
-	rejected func(error)
+	flags   *Flags
+	path    string
+	tell    func(*Config, error)
+	last    *Config // that was good; flags.read is its text
+	failure string  // the error that was told after that
+	suspect bool    // there was an error at the last look, which is not told yet
 }
 
-// look reads the file and reports if it has changed. It returns true for a file that is newly wrong: somebody may be in the
-// middle of writing it, so it is read again before an error is reported.
+// look reads the file and tells what is new. It returns true for a file that is newly wrong: somebody may be in the middle of
+// writing it, so it is read again before an error is told.
 func (w *fileWatch) look() (again bool) {
 	data, err := os.ReadFile(w.path)
-	if err != nil {
+	c := w.last
+	switch {
+	case err != nil:
 		err = fmt.Errorf("--config: %w", err)
-	} else if bytes.Equal(data, w.seen) {
-		w.failure, w.suspect = "", false
-		return false
-	}
-	var c *Config
-	if err == nil {
+	case c == nil || !bytes.Equal(data, w.flags.read):
 		c, err = w.flags.reload(data)
 	}
 	switch {
-	case err != nil && !w.suspect:
-		w.suspect = true
-		return true
-	case err != nil:
-		w.suspect, w.seen, w.wrong = false, data, true
-		if w.failure != err.Error() {
-			w.failure = err.Error()
-			w.rejected(err)
+	case err == nil:
+		differs := w.failure != "" || w.last == nil || !c.SameEffect(w.last) || !slices.Equal(c.Findings, w.last.Findings)
+		w.last, w.flags.read, w.failure, w.suspect = c, data, "", false
+		if differs {
+			w.tell(c, nil)
 		}
-		return false
+	case err.Error() == w.failure:
+		w.suspect = false
+	case !w.suspect:
+		w.suspect = true
+	default:
+		w.suspect, w.failure = false, err.Error()
+		w.tell(nil, err)
 	}
-	w.failure, w.suspect, w.seen = "", false, data
-	differs := w.inForce == nil || w.wrong || !c.SameEffect(w.inForce) || !slices.Equal(c.Findings, w.inForce.Findings)
-	w.inForce, w.flags.read, w.wrong = c, data, false
-	if differs {
-		w.changed(c)
-	}
-	return false
+	return w.suspect
 }
 
 // reload makes a Config from new content of the file.

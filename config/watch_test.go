@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -23,8 +22,13 @@ func watched(t *testing.T, path string, args ...string) chan string {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		f.Watch(ctx, func(c *Config) { told <- fmt.Sprint("bit ", c.MasqueradeBit) },
-			func(err error) { told <- strings.ReplaceAll(err.Error(), path, "FILE") })
+		f.Watch(ctx, func(c *Config, err error) {
+			if err != nil {
+				told <- strings.ReplaceAll(err.Error(), path, "FILE")
+				return
+			}
+			told <- fmt.Sprint("bit ", c.MasqueradeBit)
+		})
 	}()
 	t.Cleanup(func() {
 		cancel()
@@ -163,11 +167,11 @@ func TestWatchFindsWhatChangedBefore(t *testing.T) {
 	}
 	write(t, path, bit(2))
 	ctx, cancel := context.WithCancel(t.Context())
-	var got []int
-	f.Watch(ctx, func(c *Config) { got = append(got, c.MasqueradeBit); cancel() }, func(err error) { t.Error(err) })
-	if !slices.Equal(got, []int{2}) {
-		t.Errorf("told %v", got)
-	}
+	f.Watch(ctx, func(c *Config, err error) {
+		if cancel(); err != nil || c.MasqueradeBit != 2 {
+			t.Errorf("told %+v, %v", c, err)
+		}
+	})
 }
 
 // TestWatchWithoutFile waits.
@@ -175,6 +179,5 @@ func TestWatchWithoutFile(t *testing.T) {
 	t.Parallel()
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	fail := func() { t.Error("something is told") }
-	flagsOf(t).Watch(ctx, func(*Config) { fail() }, func(error) { fail() })
+	flagsOf(t).Watch(ctx, func(*Config, error) { t.Error("something is told") })
 }

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"maps"
-	"net/netip"
 	"slices"
 
 	"nodeproxy/plan"
@@ -13,28 +12,14 @@ import (
 
 // Desired is what the kernel of a node is to hold, as a plan and everything else that each mode's rules depend on.
 type Desired struct {
-	Options  Options
+	// Options is the configuration, of which rules depend on some parts. This package knows nothing of it.
+	Options  any
 	Families []plan.Family
 	Node     plan.Node
 	Settings plan.Settings
 	Services []*plan.ServicePort
 	// Refused says what the kernel does not take.
 	Refused []string
-}
-
-// Options are the parts of a configuration that rules depend on.
-type Options struct {
-	Mode, NodeName    string
-	Settings          plan.Settings
-	ServiceCIDRs      []netip.Prefix
-	ServiceCIDRsGiven bool
-	NodePorts         plan.PortRange
-	Variant           string
-	MasqueradeBit     int
-	ServiceMetrics    int
-	Scheduler, VIPs   string
-	ExcludeCIDRs      []netip.Prefix
-	StrictARP         bool
 }
 
 // Plan returns the plan.
@@ -72,7 +57,8 @@ func (n *Node) Desired() (*Desired, error) {
 	return d, nil
 }
 
-// Desired asks for what Node.Desired returns.
-func (c *Client) Desired(ctx context.Context) (out *Desired, err error) {
-	return out, c.get(ctx, "desired", nil, &out)
+// Desired asks for what Node.Desired returns. Its options become what options points at.
+func (c *Client) Desired(ctx context.Context, options any) (*Desired, error) {
+	out := &Desired{Options: options}
+	return out, c.get(ctx, "desired", nil, out)
 }

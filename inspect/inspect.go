@@ -22,7 +22,7 @@ type Node struct {
 	// Mode is the proxy mode.
 	Mode string
 	// Options and Families are what Desired tells besides what View does.
-	Options  Options
+	Options  any
 	Families []plan.Family
 	// View calls read with what is known of the objects, as proxier.Proxier.View does.
 	View func(read func(*proxier.State))

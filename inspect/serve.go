@@ -86,6 +86,8 @@ type Client struct {
 	// patience is how long it may take until there is a sign that the question is being answered, and longest how long until the
 	// answer has been read.
 	patience, longest time.Duration
+	// Advise, unless it is nil, adds to each error what to do about it.
+	Advise func(error) error
 }
 
 // NewClient returns a Client of the daemon whose socket has this path.
@@ -167,7 +169,10 @@ func (c *Client) get(ctx context.Context, what string, q url.Values, into any) e
 	})
 	err := c.ask(ctx, what, q, into)
 	if silent := (*SilentError)(nil); err != nil && errors.As(context.Cause(ctx), &silent) {
-		return silent
+		err = silent
+	}
+	if err != nil && c.Advise != nil {
+		err = c.Advise(err)
 	}
 	return err
 }

@@ -6,6 +6,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 
 	"nodeproxy/inspect"
@@ -64,6 +65,15 @@ func (a *asked) ask(args ...string) (string, int) {
 		a.Fatal(err)
 	}
 	return string(out), cmd.ProcessState.ExitCode()
+}
+
+// says fails the test unless a command prints all of these texts and ends with this exit code.
+func (a *asked) says(code int, command string, texts ...string) {
+	a.Helper()
+	said, got := a.ask(strings.Fields(command)...)
+	if got != code || slices.ContainsFunc(texts, func(text string) bool { return !strings.Contains(said, text) }) {
+		a.Errorf("nodeproxy %s: exit code %d, want %d and %q:\n%s", command, got, code, texts, said)
+	}
 }
 
 // askList returns the list that a command prints as JSON; nil if it fails.

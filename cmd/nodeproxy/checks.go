@@ -20,13 +20,11 @@ import (
 	"nodeproxy/plan"
 	"nodeproxy/proxier"
 	"nodeproxy/source"
-	"nodeproxy/source/apiserver"
-	"nodeproxy/source/manifest"
 )
 
 // reality is what commands learn about the node itself. Nothing in it waits for a sync, or makes one wait.
 func (d *daemon) reality() *inspect.Reality {
-	r := &inspect.Reality{Changed: d.drift.recent, Flows: countFlows, Listeners: d.monitor.listeners.Current}
+	r := &inspect.Reality{Changed: d.drift.recent, Flows: countFlows, Listeners: d.monitor.listeners.Current, Watches: d.watches}
 	r.Tracked = func() (inspect.TrackedFlows, error) {
 		flows, most, err := conntrack.Tracked(d.cfg.SysctlDir)
 		out := inspect.TrackedFlows{Flows: flows, Most: most}
@@ -42,15 +40,13 @@ func (d *daemon) reality() *inspect.Reality {
 		return endpoints.Look(ctx, d.cfg.SysctlDir, ports)
 	}
 	r.Detour = endpoints.Detour
-	if verify := d.backend.verify; verify != nil {
-		r.Kernel = func(ctx context.Context, svc plan.Service) (int, []string, error) {
-			things, found, err := verify(ctx, svc)
-			var words []string
-			for _, f := range found {
-				words = append(words, f.String())
-			}
-			return things, words, err
+	r.Kernel = func(ctx context.Context, svc plan.Service) (int, []string, error) {
+		things, found, err := d.backend.Verify(ctx, svc)
+		var words []string
+		for _, f := range found {
+			words = append(words, f.String())
 		}
+		return things, words, err
 	}
 	if reader := d.monitor.traffic; reader != nil {
 		r.Traffic = func(ctx context.Context) (map[plan.Key]plan.Traffic, error) {
@@ -63,9 +59,6 @@ func (d *daemon) reality() *inspect.Reality {
 			}
 			return out, nil
 		}
-	}
-	if api, is := d.objects.(*apiserver.Source); is {
-		r.Watches = api.Watches
 	}
 	return r
 }
@@ -336,11 +329,10 @@ func (d *daemon) keepNative(n xtables.NativeRules, f *source.Finding) {
 
 // pods returns what reads the Pods of manifests; nil if Pods can't be read.
 func (d *daemon) pods() func(string) ([]*v1.Pod, error) {
-	files, is := d.objects.(*manifest.Source)
-	if !is {
+	if d.files == nil {
 		return nil
 	}
-	pods := files.Pods()
+	pods := d.files.Pods()
 	if len(pods) == 0 { // Then EndpointSlices stand for them.
 		return nil
 	}
@@ -359,15 +351,13 @@ func (d *daemon) otherFindings() []source.Finding {
 			out = append(out, source.Finding{Severity: source.Problem, Object: "server " + server.Name(), Detail: failing[addr], Effect: "requests to it are not answered, and it is retried"})
 		}
 	}
-	if files, is := d.objects.(*manifest.Source); is {
-		out = append(out, files.Findings()...)
+	if d.files != nil {
+		out = append(out, d.files.Findings()...)
 	}
-	if api, is := d.objects.(*apiserver.Source); is {
-		for _, w := range api.Watches() {
-			if w.Age >= inspect.StaleAfter {
-				out = append(out, source.Finding{Severity: source.Problem, Object: w.Resource,
-					Detail: "the API server has sent nothing for " + w.Age.Round(time.Second).String(), Effect: "what was known last stays in force"})
-			}
+	for _, w := range d.watches() {
+		if w.Age >= inspect.StaleAfter {
+			out = append(out, source.Finding{Severity: source.Problem, Object: w.Resource,
+				Detail: "the API server has sent nothing for " + w.Age.Round(time.Second).String(), Effect: "what was known last stays in force"})
 		}
 	}
 	return out

@@ -195,9 +195,8 @@ func TestChecks(t *testing.T) {
 			if text, _ := c.ask("get", "services", "-o", "wide"); mode == "nftables" && !strings.Contains(text, "  IPv4     1             <none>     <none>\n") {
 				t.Errorf("a connection is not counted:\n%s", text)
 			}
-			if text, _ := c.ask("explain", "web"); !strings.Contains(text, "1 tracked: 1 to 192.0.2.1:8080\n") {
-				t.Errorf("a connection is not found:\n%s", text)
-			}
+			text, _ = c.ask("explain", "web")
+			has(t, text, "1 tracked: 1 to 192.0.2.1:8080\n")
 
 			c.endpoint.Close()
 			c.await(onNode["refuses"], 1)
@@ -209,9 +208,7 @@ func TestChecks(t *testing.T) {
 
 			taken := listen(t, "192.0.2.1:30080")
 			c.await(onNode["port"], 1)
-			if text, code := c.ask("get", "findings"); code != 1 || !strings.Contains(text, "listens at 192.0.2.1, port 30080/TCP") {
-				t.Errorf("exit code %d: %s", code, text)
-			}
+			c.says(1, "get findings", "listens at 192.0.2.1, port 30080/TCP")
 			taken.Close()
 			c.await("Nothing is wrong with it on this node.", 0)
 
@@ -248,9 +245,7 @@ func TestCheckRoutes(t *testing.T) {
 	forward("1")
 	nstest.Exec(t, "ip", "route", "add", "10.244.2.0/24", "dev", "lo")
 	c.await("Nothing is wrong with it on this node.", 0)
-	if text, _ := c.ask("explain", "web"); !strings.Contains(text, "there is one to each of the 2 endpoints in use\n") {
-		t.Errorf("explain says\n%s", text)
-	}
+	c.says(0, "explain web", "there is one to each of the 2 endpoints in use\n")
 }
 
 // TestNodeElsewhere: the Node has an address that the machine does not have, and node ports are limited to it. A file that is broken stays in
@@ -261,12 +256,8 @@ func TestNodeElsewhere(t *testing.T) {
 	elsewhere := strings.Replace(checkedService, "{type: InternalIP, address: 192.0.2.1}", "{type: InternalIP, address: 192.0.2.2}", 1)
 	c.write(elsewhere)
 	c.await(onNode["not-mine"], 1)
-	if text, code := c.ask("status"); code != 1 || !strings.Contains(text, "There is a problem with objects or with the node") {
-		t.Errorf("status: exit code %d\n%s", code, text)
-	}
-	if text, _ := c.ask("get", "findings"); !strings.Contains(text, "192.0.2.2 is no address of this machine; no node port answers there") {
-		t.Errorf("findings\n%s", text)
-	}
+	c.says(1, "status", "There is a problem with objects or with the node")
+	c.says(1, "get findings", "192.0.2.2 is no address of this machine; no node port answers there")
 	c.write(strings.ReplaceAll(elsewhere, "addresses: [192.0.2.1]", "addresses: [192.0.2.2]"))
 	c.awaitPart("Endpoint 192.0.2.2:8080 is this node itself, but the machine does not have the address that its Node names", 1)
 	c.write(checkedService)
@@ -291,9 +282,7 @@ func TestCheckRefused(t *testing.T) {
 	c := startChecked(t, []string{"PATH=" + dir + ":" + os.Getenv("PATH")}, "--mode=iptables")
 	c.write(strings.ReplaceAll(checkedService, "10.96.0.10", "10.96.0.66"))
 	c.await(onNode["refused"], 1)
-	if text, code := c.ask("get", "findings"); code != 1 || !strings.Contains(text, "the kernel refuses port") {
-		t.Errorf("exit code %d: %s", code, text)
-	}
+	c.says(1, "get findings", "the kernel refuses port")
 }
 
 // TestFindingsOfProcess: get findings and status have what is wrong with the process itself: an address at which another program listens, and a

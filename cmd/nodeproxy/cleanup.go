@@ -35,13 +35,9 @@ func cleanupCommand() *cobra.Command {
 			if err := cmd.Flags().Set("cleanup", "true"); err != nil {
 				return err
 			}
-			effective, err := flags.Effective()
+			_, cfg, err := effectiveConfig(flags)
 			if err != nil {
-				return &usageError{err}
-			}
-			cfg, err := effective.Config()
-			if err != nil {
-				return &usageError{err}
+				return err
 			}
 			return cleanup(cmd.Context(), cfg, what, cmd.OutOrStdout(), cmd.ErrOrStderr())
 		},
@@ -165,11 +161,5 @@ func variants(setting config.Variant) []xtables.Variant {
 
 // variant returns the variant of iptables that the setting names, and "" if it leaves the choice open.
 func variant(setting config.Variant) xtables.Variant {
-	switch setting {
-	case config.NFTVariant:
-		return xtables.NFT
-	case config.LegacyVariant:
-		return xtables.Legacy
-	}
-	return ""
+	return map[config.Variant]xtables.Variant{config.NFTVariant: xtables.NFT, config.LegacyVariant: xtables.Legacy}[setting]
 }

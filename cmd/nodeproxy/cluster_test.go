@@ -3,7 +3,6 @@ package main
 import (
 	"errors"
 	"os/exec"
-	"strings"
 	"testing"
 
 	v1 "k8s.io/api/core/v1"
@@ -57,14 +56,6 @@ func TestExplainCluster(t *testing.T) {
 	cluster := apiservertest.New(t)
 	serveUnready(cluster)
 	kubeconfig := apiservertest.Kubeconfig(t, cluster.URL)
-	says := func(text string, wants ...string) {
-		t.Helper()
-		for _, want := range wants {
-			if !strings.Contains(text, want) {
-				t.Errorf("no %q in\n%s", want, text)
-			}
-		}
-	}
 	whole := func(name string) string {
 		t.Helper()
 		out, err := exec.Command("nodeproxy", "explain", name, "--kubeconfig="+kubeconfig, "--node-name=node1").Output()
@@ -73,15 +64,16 @@ func TestExplainCluster(t *testing.T) {
 		}
 		return string(out)
 	}
-	says(whole("web"), "to port 8080 of the Pods", "No endpoint is ready, so connections are refused: web-1.",
+	has(t, whole("web"), "to port 8080 of the Pods", "No endpoint is ready, so connections are refused: web-1.",
 		"find out why the readiness probes fail: kubectl -n default describe pod web-1\n")
-	says(whole("typo"), "its selector app=wbe matches no Pod. Pod web-1 nearly matches: app=web in place of app=wbe.")
+	has(t, whole("typo"), "its selector app=wbe matches no Pod. Pod web-1 nearly matches: app=web in place of app=wbe.")
 
 	a := newAsked(t)
 	startProcess(t, nil, "--kubeconfig="+kubeconfig, "--node-name=node1", "--mode=nftables", "--socket="+a.socket)
 	a.awaitProgrammed()
 	text, _ := a.ask("explain", "web")
-	says(text, "selector app=web", "to port 8080 of the Pods", "find out why the readiness probes fail: kubectl -n default describe pod -l app=web\n")
+	has(t, text, "selector app=web", "to port 8080 of the Pods",
+		"find out why the readiness probes fail: kubectl -n default describe pod -l app=web\n")
 	text, _ = a.ask("explain", "typo")
-	says(text, "so connections are refused: it has no EndpointSlice.")
+	has(t, text, "so connections are refused: it has no EndpointSlice.")
 }

@@ -30,6 +30,11 @@ var enumerated = map[string][]string{
 	"against": {"kernel", "running"}, "color": {"auto", "always", "never"},
 }
 
+// formsIn are the words of a text such as "table, json or yaml".
+func formsIn(text string) []string {
+	return strings.Fields(strings.NewReplacer(",", "", " or ", " ").Replace(text))
+}
+
 // pathFlags are the flags whose value is a path, which a shell can complete by itself.
 const pathFlags = "config write-config-to manifests kubeconfig filename socket sysctl-dir"
 
@@ -41,7 +46,7 @@ func completeAll(cmd *cobra.Command) {
 		switch {
 		case f.Name == "output": // Its usage lists the forms, which differ.
 			if _, list, found := strings.Cut(f.Usage, ": "); found {
-				values, ok = strings.Fields(strings.NewReplacer(",", "", " or ", " ").Replace(list)), true
+				values, ok = formsIn(list), true
 			}
 		case slices.Contains(strings.Fields(pathFlags), f.Name):
 			return

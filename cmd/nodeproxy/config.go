@@ -7,7 +7,6 @@ import (
 	"github.com/spf13/cobra"
 
 	"nodeproxy/config"
-	"nodeproxy/inspect"
 )
 
 func configCommand() *cobra.Command {
@@ -28,7 +27,7 @@ func configCommand() *cobra.Command {
 				return err
 			}
 			for _, f := range cfg.Findings {
-				fmt.Fprintf(cmd.ErrOrStderr(), "%s: %s\n", f.Severity, inspect.Printable(f.String()))
+				printFinding(cmd.ErrOrStderr(), f)
 			}
 			_, err = cmd.OutOrStdout().Write(text)
 			return err

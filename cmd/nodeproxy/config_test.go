@@ -1,25 +1,11 @@
 package main
 
 import (
-	"bytes"
 	"errors"
-	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 )
-
-// configOf runs "nodeproxy config" and returns what it writes.
-func configOf(args ...string) (stdout, stderr string, err error) {
-	var out, errs bytes.Buffer
-	cmd := configCommand()
-	cmd.SilenceErrors, cmd.SilenceUsage = true, true
-	cmd.SetOut(&out)
-	cmd.SetErr(&errs)
-	cmd.SetArgs(args)
-	err = cmd.Execute()
-	return out.String(), errs.String(), err
-}
 
 // TestConfigCommand prints a file on one stream and what there is to say about it on the other.
 func TestConfigCommand(t *testing.T) {
@@ -30,10 +16,8 @@ kind: KubeProxyConfiguration
 clusterCIDR: 10.0.0.0/8
 portRange: 1-2
 `
-	if err := os.WriteFile(path, []byte(in), 0o644); err != nil {
-		t.Fatal(err)
-	}
-	out, errs, err := configOf("--config="+path, "--cluster-cidr=11.0.0.0/8")
+	writeFile(t, path, in)
+	out, errs, err := inProcess("", "config", "--config="+path, "--cluster-cidr=11.0.0.0/8")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -52,19 +36,18 @@ portRange: 1-2
 func TestWriteConfigTo(t *testing.T) {
 	t.Parallel()
 	path := filepath.Join(t.TempDir(), "out.yaml")
-	printed, _, err := configOf("--v=5")
+	printed, _, err := inProcess("", "config", "--v=5")
 	if err != nil {
 		t.Fatal(err)
 	}
-	out, errs, err := configOf("--v=5", "--write-config-to="+path)
+	out, errs, err := inProcess("", "config", "--v=5", "--write-config-to="+path)
 	if err != nil || out+errs != "" {
 		t.Fatalf("%v; printed %s%s", err, out, errs)
 	}
-	written, err := os.ReadFile(path)
-	if err != nil || string(written) != printed {
-		t.Errorf("%v; written\n%swant\n%s", err, written, printed)
+	if written := readFile(t, path); written != printed {
+		t.Errorf("written\n%swant\n%s", written, printed)
 	}
-	if _, _, err := configOf("--write-config-to=/nowhere/x"); err == nil || !strings.HasPrefix(err.Error(), "--write-config-to: ") {
+	if _, _, err := inProcess("", "config", "--write-config-to=/nowhere/x"); err == nil || !strings.HasPrefix(err.Error(), "--write-config-to: ") {
 		t.Errorf("a file that can't be written: %v", err)
 	}
 }
@@ -76,7 +59,7 @@ func TestConfigMistakes(t *testing.T) {
 		{"--config=/nowhere/x"}, {"--proxy-mode=ebpf"}, {"--iptables-masquerade-bit=32"},
 		{"--write-config-to=/nowhere/x", "--oom-score-adj=2000"},
 	} {
-		_, _, err := configOf(args...)
+		_, _, err := inProcess("", append([]string{"config"}, args...)...)
 		if usage := new(usageError); !errors.As(err, &usage) {
 			t.Errorf("%q: %v", args, err)
 		}

@@ -40,7 +40,9 @@ type daemon struct {
 	families []plan.Family // of the host
 	metrics  *metrics.Set
 	objects  source.Source
-	from     string // names the source
+	from     string                // names the source
+	files    *manifest.Source      // it, if it is one of files
+	watches  func() []source.Watch // how current the objects are; none for those of files
 	// buffer keeps what the source delivers until there is a proxier.
 	buffer source.Buffer
 	// ctx ends when the daemon is to stop. running are all its goroutines, and read receives what the source ended with.
@@ -75,18 +77,17 @@ type daemon struct {
 	// event sends the cluster, if there is one, an event about what is wrong on this node, and normalEvent about what is not.
 	event       func(reason, action, text string)
 	normalEvent func(reason, action string)
-	// warnConflict sends an event about host processes that listen where Services are; nil without a cluster.
-	warnConflict func(text string)
 }
 
 // newDaemon makes a daemon that stops when ctx ends. It writes nothing to the kernel, and reads no objects before begin.
 func newDaemon(ctx context.Context, cfg *config.Config, log *slog.Logger) (*daemon, error) {
 	d := &daemon{cfg: cfg, mode: modeNamed(cfg.Mode), log: log, families: hostFamilies(log), event: func(_, _, _ string) {}, normalEvent: func(_, _ string) {},
-		read: make(chan error, 1)}
+		read: make(chan error, 1), watches: func() []source.Watch { return nil }}
 	d.ctx, d.cancel = context.WithCancel(ctx)
 	d.metrics = metrics.New(metrics.Config{Mode: d.mode.name, Version: version, Families: d.families, Start: started, Log: log})
 	d.metrics.CollectRESTClient(requests)
-	d.drift = &driftReporter{metrics: d.metrics, log: log}
+	d.refusals.known = map[plan.Key]plan.Refusal{}
+	d.drift = &driftReporter{metrics: d.metrics, log: log, event: func(text string) { d.event("DriftRepaired", "RepairRules", text) }}
 	d.report, d.findings = d.reports.report, cfg.Findings
 	for _, f := range cfg.Findings {
 		d.report(f)
@@ -169,7 +170,7 @@ func (d *daemon) await() error {
 // build makes all that brings objects to the kernel, and the settings of the kernel that it needs. Where the mode can't work, no
 // setting has changed.
 func (d *daemon) build(f *front) error {
-	d.servers = []*health.Server{f.healthz, f.metrics}
+	d.servers = f.servers[:]
 	cfg := d.cfg
 	if err := d.check(); err != nil {
 		return err
@@ -180,10 +181,8 @@ func (d *daemon) build(f *front) error {
 	if d.backend, err = d.mode.open(d.modeConfig()); err != nil {
 		return err
 	}
-	d.monitor = newMonitor(cfg, d.metrics, d.backend.Families(), d.objects, f, d.report, d.log)
-	d.monitor.took, d.monitor.written = d.backend.Took, d.backend.Written
-	d.monitor.countTraffic(d.backend, cfg.ServiceMetrics)
-	d.monitor.warn = d.warnConflict
+	d.monitor = newMonitor(d, d.backend.Families(), f)
+	d.monitor.countTraffic(cfg.ServiceMetrics)
 	known := cfg.ServiceCIDRs
 	if !cfg.ServiceCIDRsGiven {
 		known = nil
@@ -243,10 +242,11 @@ func (r *refusals) list() []plan.Refusal {
 func (d *daemon) refused(f plan.Family, list []plan.Refusal) {
 	d.refusals.mu.Lock()
 	defer d.refusals.mu.Unlock()
-	now := map[plan.Key]plan.Refusal{}
+	still := map[plan.Key]bool{}
 	for _, r := range list {
-		now[r.Key] = r
-		if _, known := d.refusals.known[r.Key]; known {
+		still[r.Key] = true
+		_, known := d.refusals.known[r.Key]
+		if d.refusals.known[r.Key] = r; known {
 			continue
 		}
 		finding := source.Finding{
@@ -256,13 +256,11 @@ func (d *daemon) refused(f plan.Family, list []plan.Refusal) {
 		d.event("ServiceRefused", "SyncRules", finding.String())
 	}
 	for k := range d.refusals.known {
-		if _, still := now[k]; k.Family == f && !still {
+		if k.Family == f && !still[k] {
+			delete(d.refusals.known, k)
 			d.log.Info("the kernel takes ServicePort " + k.String() + " again, or it is gone")
-		} else if k.Family != f {
-			now[k] = d.refusals.known[k]
 		}
 	}
-	d.refusals.known = now
 }
 
 // inspected returns what commands ask about; nil before anything can be programmed.
@@ -271,12 +269,12 @@ func (d *daemon) inspected() *inspect.Node {
 		return nil
 	}
 	var serviceFile func(namespace, name string) string
-	if files, is := d.objects.(*manifest.Source); is {
-		serviceFile = files.ServiceFile
+	if d.files != nil {
+		serviceFile = d.files.ServiceFile
 	}
 	return &inspect.Node{
 		ServiceFile: serviceFile, OnlyProxied: d.cfg.Manifests == "",
-		Mode: d.mode.name, Options: options(d.cfg), Families: d.backend.Families(),
+		Mode: d.mode.name, Options: d.cfg, Families: d.backend.Families(),
 		Self: d.self, Support: d.support, History: d.monitor.history, View: d.proxier.View, Programmed: d.proxier.Snapshot, Refused: d.refusals.list,
 		Findings: d.otherFindings, Pods: d.pods(), Machine: d.backend.machine, Local: localAddresses, Reality: d.reality(),
 	}
@@ -333,10 +331,10 @@ func (d *daemon) run(claim *claim, front *front) error {
 	}
 	front.serve(d)
 	d.running.Go(func() { d.monitor.listeners.Run(ctx) })
-	d.goBeside(ctx, &d.running)
+	d.goBeside(ctx)
 	d.running.Go(func() { d.watchOthers(ctx, claim, lookEvery) })
 	if d.location != nil {
-		d.followLocation(ctx, &d.running)
+		d.followLocation(ctx)
 	}
 	d.buffer.PassTo(d.proxier)
 	d.proxier.Run(ctx)
@@ -359,10 +357,10 @@ func (d *daemon) run(claim *claim, front *front) error {
 const locateFirst = 5 * time.Second
 
 // followLocation keeps Services from getting the API server's own address and port.
-func (d *daemon) followLocation(ctx context.Context, running *sync.WaitGroup) {
+func (d *daemon) followLocation(ctx context.Context) {
 	known := make(chan struct{})
 	var once sync.Once
-	running.Go(func() {
+	d.running.Go(func() {
 		d.location.Follow(ctx, func(list []netip.AddrPort) {
 			d.log.Debug("no external address of a Service may be the API server's", "addresses", list)
 			d.proxier.Reserve(list)
@@ -377,27 +375,27 @@ func (d *daemon) followLocation(ctx context.Context, running *sync.WaitGroup) {
 }
 
 // goBeside starts what runs beside the proxier.
-func (d *daemon) goBeside(ctx context.Context, running *sync.WaitGroup) {
+func (d *daemon) goBeside(ctx context.Context) {
 	if d.backend.run != nil {
-		running.Go(func() {
+		d.running.Go(func() {
 			if err := d.backend.run(ctx, d.proxier.Resync); err != nil {
 				d.log.Error("mode "+d.mode.name+" goes on without this", "error", err)
 			}
 		})
 	}
-	running.Go(func() { d.removeOthers(ctx) })
+	d.running.Go(func() { d.removeOthers(ctx) })
 	if d.client != nil && !d.cfg.TakeOver { // As for other proxies, it is known and wanted with --take-over.
-		running.Go(func() { d.watchDaemonSet(ctx, daemonSetEvery) })
+		d.running.Go(func() { d.watchDaemonSet(ctx, daemonSetEvery) })
 	}
-	running.Go(func() {
+	d.running.Go(func() {
 		select {
 		case <-ctx.Done():
 		case <-d.monitor.inSync: // The first programming is a flood of notifications, all of them of our own doing.
 			d.drift.watch(ctx, d.backend, d.proxier.Suspect)
 		}
 	})
-	running.Go(func() { d.flows.Run(ctx) })
-	running.Go(func() {
+	d.running.Go(func() { d.flows.Run(ctx) })
+	d.running.Go(func() {
 		select {
 		case <-ctx.Done():
 		case <-d.monitor.complete: // What the first objects took is free now, and the node may need it.
@@ -420,7 +418,8 @@ func (d *daemon) open(ctx context.Context, report source.Report) error {
 	if cfg.Manifests != "" {
 		var err error
 		d.from = cfg.Manifests
-		d.objects, err = manifest.New(manifestConfig(cfg, report, d.log))
+		d.files, err = manifest.New(manifestConfig(cfg, report, d.log))
+		d.objects = d.files
 		return err
 	}
 	apiserver.RedirectLogs(d.log)
@@ -436,15 +435,22 @@ func (d *daemon) open(ctx context.Context, report source.Report) error {
 	go events.Run(ctx)
 	d.normalEvent = func(reason, action string) { events.Normal(reason, action, "") }
 	d.event = func(reason, action, text string) { events.Warning(reason, action, "%s", text) }
-	d.warnConflict = func(text string) { d.event("PortConflict", "WatchPorts", text) }
-	d.drift.event = func(text string) { d.event("DriftRepaired", "RepairRules", text) }
 	d.from = "the API server"
 	watched := apiserver.Config{Client: client, NodeName: cfg.NodeName, Log: d.log, Report: report}
 	if cfg.Settings.DetectLocal.Mode == plan.DetectNodeCIDR {
 		watched.PodCIDRTimeout = apiserver.DefaultPodCIDRTimeout
 	}
-	d.objects = apiserver.New(watched)
+	api := apiserver.New(watched)
+	d.objects, d.watches = api, api.Watches
 	return nil
+}
+
+// faults returns what of the files can't be read.
+func (d *daemon) faults() []string {
+	if d.files == nil {
+		return nil
+	}
+	return d.files.Faults()
 }
 
 func newClient(cfg *config.Config) (*apiserver.Client, error) {

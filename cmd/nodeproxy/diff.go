@@ -15,17 +15,15 @@ import (
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
-	"golang.org/x/sys/unix"
+	"golang.org/x/term"
 
 	"nodeproxy/config"
-	"nodeproxy/inspect"
 	"nodeproxy/iptables/common"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/node/leftovers"
 	"nodeproxy/plan"
-	"nodeproxy/source"
 )
 
 const diffHelp = `diff prints what the nodeproxy of this node would change in the kernel right now, as a unified diff: - is what the kernel has, and +
@@ -49,7 +47,7 @@ func diffCommand() *cobra.Command {
 		Use:   "diff [[NAMESPACE/]SERVICE]",
 		Short: "Print what nodeproxy would change in the kernel, now or with other manifests or in another mode",
 		Long:  diffHelp,
-		Args:  atMostOne,
+		Args:  atMost(1, "one name"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			differs, err := d.run(cmd, args)
 			var usage *usageError
@@ -64,13 +62,12 @@ func diffCommand() *cobra.Command {
 			return nil
 		},
 	}
-	d.flags.Add(cmd.Flags())
-	d.given, d.socket = cmd.Flags().Changed, func() string { return cmd.Flags().Lookup("socket").Value.String() }
+	d.addFlags(cmd, "diff")
 	cmd.Flags().StringVarP(&d.namespace, "namespace", "n", "default", "namespace of a Service that is named without one")
 	cmd.Flags().StringVar(&d.against, "against", "kernel", "what to compare with: kernel or running")
 	cmd.Flags().StringVar(&d.color, "color", "auto", "whether to color the output: auto, always or never")
 	cmd.Flags().BoolVar(&d.stat, "stat", false, "print only how much differs, by kind")
-	return refuseOthers(cmd)
+	return cmd
 }
 
 // differ is one run of diff.
@@ -92,16 +89,16 @@ type side struct {
 
 func (d *differ) run(cmd *cobra.Command, args []string) (differs bool, err error) {
 	only, known := "", func(*side) bool { return true }
+	svc, err := d.service(args)
+	if err != nil {
+		return false, err
+	}
 	if len(args) > 0 {
-		svc, err := d.service(args[0])
-		if err != nil {
-			return false, err
-		}
 		only = svc.String()
 		known = func(s *side) bool { return s.desired != nil && len(s.desired.KeysOf(svc)) > 0 }
 	}
-	if !slices.Contains([]string{"kernel", "running"}, d.against) {
-		return false, &usageError{fmt.Errorf("--against: %q is not one of kernel, running", d.against)}
+	if err := oneOf("against", d.against, enumerated["against"]); err != nil {
+		return false, err
 	}
 	color, err := d.colored(cmd.OutOrStdout())
 	if err != nil {
@@ -114,44 +111,36 @@ func (d *differ) run(cmd *cobra.Command, args []string) (differs bool, err error
 	out := bufio.NewWriter(cmd.OutOrStdout())
 	printer := &drift.Unified{W: out, From: from.name, To: to.name, Color: color}
 	total := &diffStat{}
-	err = compareSides(cmd.Context(), from, to, func(h drift.Hunk) error {
+	hunks, err := compareSides(cmd.Context(), from, to)
+	for _, h := range hunks {
 		if only != "" && !slices.Contains(h.Services, only) {
-			return nil
+			continue
 		}
 		differs = true
 		if d.stat {
 			total.add(h)
-			return nil
+		} else {
+			err = errors.Join(err, printer.Print(h))
 		}
-		return printer.Print(h)
-	})
+	}
 	if err == nil && !differs && !known(from) && !known(to) {
 		err = fmt.Errorf("no Service %s is proxied here, and the kernel has nothing for it", only)
 	}
 	if err == nil && d.stat {
 		err = total.print(out)
 	}
-	if err == nil {
-		err = d.judged(false)
+	if err == nil && d.incomplete {
+		err = errIncomplete
 	}
 	return differs, errors.Join(err, out.Flush())
 }
 
 func (d *differ) colored(w io.Writer) (bool, error) {
-	switch d.color {
-	case "always":
-		return true, nil
-	case "never":
-		return false, nil
-	case "auto":
+	if d.color == "auto" {
 		f, ok := w.(*os.File)
-		if !ok || os.Getenv("NO_COLOR") != "" || os.Getenv("TERM") == "dumb" {
-			return false, nil
-		}
-		_, err := unix.IoctlGetTermios(int(f.Fd()), unix.TCGETS)
-		return err == nil, nil
+		return ok && os.Getenv("NO_COLOR") == "" && os.Getenv("TERM") != "dumb" && term.IsTerminal(int(f.Fd())), nil
 	}
-	return false, &usageError{fmt.Errorf("--color: %q is not one of auto, always, never", d.color)}
+	return d.color == "always", oneOf("color", d.color, enumerated["color"])
 }
 
 // objectFlags say where objects are from. takenOver are the flags that may be given with them; all other settings are the running nodeproxy's.
@@ -175,51 +164,51 @@ func (d *differ) sides(cmd *cobra.Command) (from, to *side, err error) {
 			"nodeproxy has", others)}
 	}
 	mode := d.mode(cmd)
-	if mode != "" && !slices.Contains(config.Modes(), mode) {
-		return nil, nil, &usageError{fmt.Errorf("--mode: %q is not one of %s", mode, strings.Join(config.Modes(), ", "))}
-	}
-	var cfg *config.Config
-	if own {
-		if cfg, err = d.flags.Config(); err != nil {
-			return nil, nil, &usageError{err}
+	if mode != "" {
+		if err := oneOf("mode", mode, config.Modes()); err != nil {
+			return nil, nil, err
 		}
 	}
+	to = &side{name: "nodeproxy"}
+	if own {
+		if to.cfg, err = d.flags.Config(); err != nil {
+			return nil, nil, &usageError{err}
+		}
+		to.name = cmp.Or(to.cfg.Manifests, "cluster")
+	}
 	var running *side
-	if !own || others == "" || d.against == "running" {
+	if others == "" || d.against == "running" {
 		if running, err = d.running(cmd); err != nil && (!own || d.against == "running") {
 			return nil, nil, err
 		}
 	}
-	switch {
-	case own:
-		if others == "" && running != nil {
-			cfg = withOptions(*cfg, options(running.cfg))
-			cfg.Mode = cmp.Or(mode, cfg.Mode)
+	if running != nil && others == "" {
+		settings := *running.cfg
+		if settings.Mode = cmp.Or(mode, settings.Mode); own {
+			settings.Manifests, settings.API, settings.LogLevel, settings.LogFormat = to.cfg.Manifests, to.cfg.API, to.cfg.LogLevel, to.cfg.LogFormat
 		}
-		state, err := readState(cmd.Context(), cfg, cmd.InOrStdin(), func(f source.Finding) {
-			if f.LeftOut {
-				d.incomplete = true
-				fmt.Fprintf(cmd.ErrOrStderr(), "%s: %s\n", f.Severity, inspect.Printable(f.String()))
-			}
-		}, nil)
+		to.cfg = &settings
+	}
+	if own {
+		state, err := readState(cmd.Context(), to.cfg, cmd.InOrStdin(), d.leftOut(cmd.ErrOrStderr()), nil)
 		if err != nil {
 			return nil, nil, err
 		}
-		to = &side{name: cmp.Or(cfg.Manifests, "cluster"), cfg: cfg, desired: state.Plan(), families: hostFamilies(slog.New(slog.DiscardHandler))}
-		if running != nil {
-			to.families = running.families
-		}
-	default:
-		copied, settings := *running, *running.cfg
-		settings.Mode = cmp.Or(mode, settings.Mode)
-		to, copied.cfg = &copied, &settings
+		to.desired = state.Plan()
+	} else {
+		to.desired = running.desired
+	}
+	if running != nil {
+		to.families = running.families
+	} else {
+		to.families = hostFamilies(slog.New(slog.DiscardHandler))
 	}
 	to.name += " (mode " + to.cfg.Mode + ")"
 	if d.against == "running" {
 		running.name += " (mode " + running.cfg.Mode + ")"
 		return running, to, nil
 	}
-	return &side{name: "kernel", cfg: to.cfg, families: to.families}, to, nil
+	return &side{name: "kernel", cfg: to.cfg}, to, nil
 }
 
 // mode returns the mode that is asked for; "" for none.
@@ -234,40 +223,24 @@ func (d *differ) mode(cmd *cobra.Command) string {
 
 // running asks the nodeproxy of this node for what it wants.
 func (d *differ) running(cmd *cobra.Command) (*side, error) {
-	from := daemonAnswers{inspect.NewClient(d.socket()), d.socket()}
-	desired, err := from.client.Desired(cmd.Context())
+	cfg := &config.Config{}
+	desired, err := d.client(elsewhere).Desired(cmd.Context(), cfg)
 	if err != nil {
-		return nil, from.advise(err)
+		return nil, err
 	}
 	for _, r := range desired.Refused {
 		fmt.Fprintf(cmd.ErrOrStderr(), "note: %s\n", r)
 	}
-	return &side{name: "nodeproxy", cfg: withOptions(config.Config{}, desired.Options), desired: desired.Plan(), families: desired.Families}, nil
+	return &side{name: "nodeproxy", cfg: cfg, desired: desired.Plan(), families: desired.Families}, nil
 }
 
-// options are what rules depend on in a configuration.
-func options(c *config.Config) inspect.Options {
-	return inspect.Options{
-		Mode: c.Mode, NodeName: c.NodeName, Settings: c.Settings, ServiceCIDRs: c.ServiceCIDRs, ServiceCIDRsGiven: c.ServiceCIDRsGiven,
-		NodePorts: c.NodePorts, Variant: string(c.IPTablesBackend), MasqueradeBit: c.MasqueradeBit, ServiceMetrics: c.ServiceMetrics,
-		Scheduler: c.IPVS.Scheduler, VIPs: c.IPVS.VIPs, ExcludeCIDRs: c.IPVS.ExcludeCIDRs, StrictARP: c.IPVS.StrictARP,
-	}
-}
-
-// withOptions returns a configuration that has these options, and is like c in all that rules do not depend on.
-func withOptions(c config.Config, o inspect.Options) *config.Config {
-	c.Mode, c.NodeName, c.Settings, c.ServiceCIDRs, c.ServiceCIDRsGiven = o.Mode, o.NodeName, o.Settings, o.ServiceCIDRs, o.ServiceCIDRsGiven
-	c.NodePorts, c.IPTablesBackend, c.MasqueradeBit, c.ServiceMetrics = o.NodePorts, config.Variant(o.Variant), o.MasqueradeBit, o.ServiceMetrics
-	c.IPVS = config.IPVS{Scheduler: o.Scheduler, VIPs: o.VIPs, ExcludeCIDRs: o.ExcludeCIDRs, StrictARP: o.StrictARP}
-	return &c
-}
-
-// compareSides calls each with what differs between two states.
-func compareSides(ctx context.Context, from, to *side, each func(drift.Hunk) error) error {
+// compareSides returns what differs between two states, and with an error, what had been found before.
+func compareSides(ctx context.Context, from, to *side) ([]drift.Hunk, error) {
+	var out []drift.Hunk
 	for _, f := range to.families {
 		list, err := diffRules(ctx, from, to, f)
 		if err != nil {
-			return err
+			return out, err
 		}
 		for _, m := range modes {
 			if m.diff == nil {
@@ -275,32 +248,20 @@ func compareSides(ctx context.Context, from, to *side, each func(drift.Hunk) err
 			}
 			some, err := m.diff(m.of(from), m.of(to), f)
 			if err != nil {
-				return err
+				return out, err
 			}
 			list = append(list, some...)
 		}
-		for _, h := range list {
-			if err := each(h); err != nil {
-				return err
-			}
-		}
+		out = append(out, list...)
 	}
-	if from.kernel() {
-		return diffLeftovers(each)
+	if !from.kernel() {
+		return out, nil
 	}
-	return nil
-}
-
-// diffLeftovers calls each with what a kube-proxy has left, which no mode has and each removes.
-func diffLeftovers(each func(drift.Hunk) error) error {
-	found, err := leftovers.Find()
+	found, err := leftovers.Find() // No mode has it, and each removes it.
 	for _, l := range found {
-		h := drift.Hunk{Kind: drift.Table, File: "left by a kube-proxy", Object: names.KubeProxy, Have: []string{l.String()}}
-		if err := each(h); err != nil {
-			return err
-		}
+		out = append(out, drift.Hunk{Kind: drift.Table, File: "left by a kube-proxy", Object: names.KubeProxy, Have: []string{l.String()}})
 	}
-	return err
+	return out, err
 }
 
 // of returns a side as a mode sees it: without anything, if another mode is in force there.
@@ -308,10 +269,7 @@ func (m *mode) of(s *side) *side {
 	if s.desired == nil || s.cfg.Mode == m.name {
 		return s
 	}
-	empty := *s
-	empty.desired = nil
-	empty.cfg = nil
-	return &empty
+	return &side{}
 }
 
 // kernel reports whether the side is the kernel, and nothing whether it has nothing.

@@ -2,7 +2,6 @@ package main
 
 import (
 	"os"
-	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -84,12 +83,8 @@ func TestDiffDaemon(t *testing.T) {
 				a.awaitProgrammed()
 				return p
 			}
-			if text, code := diff(); code != 2 || !strings.Contains(text, "no nodeproxy answers at "+a.socket) {
-				t.Errorf("without a nodeproxy: exit code %d\n%s", code, text)
-			}
-			if out, err := exec.Command("iptables-nft", "-t", "nat", "-N", "KUBE-FOREIGN-TO-US").CombinedOutput(); err != nil {
-				t.Fatalf("%v: %s", err, out)
-			}
+			a.says(2, "diff", "no nodeproxy answers at "+a.socket)
+			nstest.Exec(t, "iptables-nft", "-t", "nat", "-N", "KUBE-FOREIGN-TO-US")
 
 			p := start()
 			same("nothing has changed")
@@ -98,16 +93,11 @@ func TestDiffDaemon(t *testing.T) {
 			if !strings.HasPrefix(text, "--- kernel ipv4 ") || !strings.Contains(text, ": default/web\n") {
 				t.Errorf("headings:\n%s", text)
 			}
-			if text, code := diff("default/other", "--manifests="+next); code != 2 || !strings.Contains(text, "no Service default/other is proxied here") {
-				t.Errorf("another Service: exit code %d\n%s", code, text)
-			}
+			a.says(2, "diff default/other --manifests="+next, "no Service default/other is proxied here")
 			if text, code := diff("--manifests="+next, "--against=running", "default/web"); code != 1 || !strings.Contains(text, "10.244.1.6") || strings.Contains(text, "--- kernel") {
 				t.Errorf("against the running nodeproxy: exit code %d\n%s", code, text)
 			}
-			text, code := diff("--mode="+tc.other, "--stat")
-			if code != 1 || !strings.Contains(text, "ipv4 table ip nodeproxy") || !strings.Contains(text, "ipv4 nat (iptables-save)") {
-				t.Errorf("mode %s: exit code %d\n%s", tc.other, code, text)
-			}
+			a.says(1, "diff --stat --mode="+tc.other, "ipv4 table ip nodeproxy", "ipv4 nat (iptables-save)")
 			if text, _ := diff("--mode=" + tc.other); strings.Contains(text, "KUBE-FOREIGN") {
 				t.Errorf("mode %s would touch others' rules:\n%s", tc.other, text)
 			}
@@ -117,13 +107,9 @@ func TestDiffDaemon(t *testing.T) {
 			<-p.ended
 
 			for _, args := range tc.damage {
-				if out, err := exec.Command(args[0], args[1:]...).CombinedOutput(); err != nil {
-					t.Fatalf("%v: %s", err, out)
-				}
+				nstest.Exec(t, args[0], args[1:]...)
 			}
-			if out, err := exec.Command("nft", "add table ip kube-proxy").CombinedOutput(); err != nil {
-				t.Fatalf("%v: %s", err, out)
-			}
+			nstest.Exec(t, "nft", "add table ip kube-proxy")
 			tc.drift = append(tc.drift, "-nftables table ip kube-proxy")
 			alone := []string{"--manifests=" + now, "--node-name=n1", "--mode=" + tc.mode, "--iptables-backend=nft"}
 			shows("drift", tc.drift, alone...)

@@ -47,19 +47,29 @@ func TestDocs(t *testing.T) {
 		}
 		text.WriteString("```\n")
 	})
-	const file = "../../docs/cli.md"
+	documents(t, "../../docs/cli.md", text.String())
+}
+
+// documents fails the test unless a file of the documentation has this text. With UPDATE=1, as "make docs" sets it, it writes it.
+func documents(t *testing.T, file, text string) {
+	t.Helper()
 	if os.Getenv("UPDATE") != "" {
-		if err := os.WriteFile(file, []byte(text.String()), 0o644); err != nil {
-			t.Fatal(err)
-		}
+		writeFile(t, file, text)
 	}
-	got, err := os.ReadFile(file)
-	if err != nil {
-		t.Fatal(err)
+	if readFile(t, file) != text {
+		t.Errorf("%s is not what the program says; UPDATE=1 go test -run %s ./cmd/nodeproxy writes it", file, t.Name())
 	}
-	if string(got) != text.String() {
-		t.Errorf("%s is not what the commands say of themselves; \"make docs\" mends it", file)
+}
+
+// between returns a file with another text between two lines.
+func between(t *testing.T, file, from, to, text string) string {
+	t.Helper()
+	head, rest, found := strings.Cut(readFile(t, file), from)
+	_, tail, ended := strings.Cut(rest, to)
+	if !found || !ended {
+		t.Fatalf("%s lacks the lines %q and %q", file, from, to)
 	}
+	return head + from + text + to + tail
 }
 
 // flagTables are tables of the flags of run, in the groups of its help.
@@ -91,23 +101,7 @@ func flagTables() string {
 func TestConfigurationFlags(t *testing.T) {
 	t.Parallel()
 	const file, from, to = "../../docs/configuration.md", "<!-- flags: make docs writes this -->\n", "<!-- end of flags -->"
-	data, err := os.ReadFile(file)
-	if err != nil {
-		t.Fatal(err)
-	}
-	head, rest, found := strings.Cut(string(data), from)
-	got, tail, ended := strings.Cut(rest, to)
-	if !found || !ended {
-		t.Fatalf("%s has no part for flags", file)
-	}
-	want := flagTables()
-	if os.Getenv("UPDATE") != "" {
-		if err := os.WriteFile(file, []byte(head+from+want+to+tail), 0o644); err != nil {
-			t.Fatal(err)
-		}
-	} else if got != want {
-		t.Errorf("%s does not say of the flags what the help says; \"make docs\" mends it", file)
-	}
+	documents(t, file, between(t, file, from, to, flagTables()))
 }
 
 // TestExamples: the help of each command that does anything has examples, and examples are of commands that there are.
@@ -140,9 +134,8 @@ func TestMan(t *testing.T) {
 	}
 	eachCommand(cmd, func(cmd *cobra.Command) {
 		name := strings.ReplaceAll(cmd.CommandPath(), " ", "-")
-		page, err := os.ReadFile(filepath.Join(dir, name+".8"))
-		if err != nil || !bytes.Contains(page, []byte(".SH NAME\n"+name+" - "+cmd.Short)) {
-			t.Errorf("%s: %v, or it does not say what the command does", name, err)
+		if page := readFile(t, filepath.Join(dir, name+".8")); !strings.Contains(page, ".SH NAME\n"+name+" - "+cmd.Short) {
+			t.Errorf("%s does not say what the command does", name)
 		}
 	})
 }

@@ -18,7 +18,7 @@ import (
 type driftReporter struct {
 	metrics *metrics.Set
 	log     *slog.Logger
-	// event sends the cluster an event; nil if there is none. Some may be dropped where there are too many.
+	// event sends the cluster, if there is one, an event. Some may be dropped where there are too many.
 	event   func(text string)
 	history *inspect.History
 	// left is what has been found, and not been repaired yet.
@@ -140,8 +140,6 @@ func (d *driftReporter) repaired(noticed string) {
 		text += "; noticed as " + noticed
 	}
 	d.log.Warn(text, "things", d.left.Total())
-	if d.event != nil {
-		d.event("repaired what another program had changed: " + words)
-	}
+	d.event("repaired what another program had changed: " + words)
 	d.left = drift.Summary{}
 }

@@ -31,6 +31,14 @@ var flagReaders = []struct{ commands, flags string }{
 	{"", "cleanup init-only"},
 }
 
+// oneOf returns the mistake of a flag whose value is none of those that there are.
+func oneOf(flag, value string, all []string) error {
+	if slices.Contains(all, value) {
+		return nil
+	}
+	return &usageError{fmt.Errorf("--%s: %q is not one of %s", flag, value, strings.Join(all, ", "))}
+}
+
 // reads reports whether a subcommand reads a flag of run's.
 func reads(command, flag string) bool {
 	for _, r := range flagReaders {

@@ -23,10 +23,10 @@ import (
 // lasts as long as the process, so that nobody finds a port closed, or a node unhealthy, because one daemon takes the place of
 // another. In between, the answers are those of the former one.
 type front struct {
-	healthz, metrics *health.Server
-	services         *health.Services
-	history          inspect.History
-	socket           socket
+	servers  [2]*health.Server // of health and of metrics
+	services *health.Services
+	history  inspect.History
+	socket   socket
 
 	daemon  atomic.Pointer[daemon] // that answers; nil before the first one does
 	cancel  context.CancelFunc
@@ -34,35 +34,31 @@ type front struct {
 }
 
 func newFront() *front {
-	f := &front{healthz: health.NewServer("healthz"), metrics: health.NewServer("metrics")}
+	f := &front{servers: [2]*health.Server{health.NewServer("healthz", program()), health.NewServer("metrics", program())}}
 	f.services = health.NewServices(health.ServicesConfig{
 		Healthy: func() bool { return f.daemon.Load().monitor.node.Healthy() }, Program: program(), NotNode: []string{names.Device},
 		Report: func(finding source.Finding) { f.daemon.Load().report(finding) },
-		Log:    slog.New(defaultLog{}),
 	})
 	return f
 }
 
-// servings say what a daemon's servers of health and of metrics are like. mode is the one in force, "" for none: that is how others
-// distinguish a nodeproxy that waits from a proxy.
-func servings(cfg *config.Config, mode string, set *metrics.Set, node *health.Node, page http.Handler, log *slog.Logger) (healthz, debug health.Serving) {
+// servings say what the servers of health and of metrics are like for a daemon. mode is the one in force, "" for none: that is how
+// others distinguish a nodeproxy that waits from a proxy.
+func servings(cfg *config.Config, mode string, set *metrics.Set, node *health.Node, page http.Handler, log *slog.Logger) [2]health.Serving {
 	answers := health.Debug{
 		Metrics: set.Handler(), SLIs: set.SLIHandler(), Mode: mode, Config: cfg.Configz, Profiling: cfg.Servers.Profiling, UI: page,
 	}
-	hard := cfg.Servers.HardFail
-	return health.Serving{Addrs: []netip.AddrPort{cfg.Servers.Healthz}, Handler: node.Handler(), Program: program(), HardFail: hard, Log: log},
-		health.Serving{Addrs: []netip.AddrPort{cfg.Servers.Metrics}, Handler: answers.Handler(), Program: program(), HardFail: hard, Log: log}
+	return [2]health.Serving{
+		{Addrs: []netip.AddrPort{cfg.Servers.Healthz}, Handler: node.Handler(), Log: log},
+		{Addrs: []netip.AddrPort{cfg.Servers.Metrics}, Handler: answers.Handler(), Log: log},
+	}
 }
 
 // prepare opens the addresses that a configuration asks for, and that are not open yet. An error names one that can't be opened
 // though it must; nothing has changed then.
 func (f *front) prepare(cfg *config.Config) error {
-	for _, s := range []struct {
-		server *health.Server
-		addr   netip.AddrPort
-	}{{f.healthz, cfg.Servers.Healthz}, {f.metrics, cfg.Servers.Metrics}} {
-		err := s.server.Prepare(health.Serving{Addrs: []netip.AddrPort{s.addr}, HardFail: cfg.Servers.HardFail})
-		if err != nil {
+	for i, addr := range []netip.AddrPort{cfg.Servers.Healthz, cfg.Servers.Metrics} {
+		if err := f.servers[i].Prepare(addr); err != nil && cfg.Servers.HardFail {
 			f.discard()
 			return fmt.Errorf("--bind-address-hard-fail: %w", err)
 		}
@@ -72,8 +68,9 @@ func (f *front) prepare(cfg *config.Config) error {
 
 // discard closes what prepare has opened.
 func (f *front) discard() {
-	f.healthz.Discard()
-	f.metrics.Discard()
+	for _, s := range f.servers {
+		s.Discard()
+	}
 }
 
 // serve lets a daemon answer.
@@ -88,9 +85,9 @@ func (f *front) serve(d *daemon) {
 	if access := ui.Access(d.cfg.Servers.UI); access != ui.Nobody {
 		page = ui.Handler(answers, access)
 	}
-	healthz, debug := servings(d.cfg, d.mode.name, d.metrics, d.monitor.node, page, d.log)
-	f.healthz.Serve(healthz)
-	f.metrics.Serve(debug)
+	for i, serving := range servings(d.cfg, d.mode.name, d.metrics, d.monitor.node, page, d.log) {
+		f.servers[i].Serve(serving)
+	}
 	f.socket.serve(d.cfg.Socket, inspect.Handler(answers), d.report)
 	if before == nil {
 		var ctx context.Context
@@ -105,8 +102,9 @@ func (f *front) close() {
 		f.cancel()
 	}
 	f.running.Wait()
-	f.healthz.Close()
-	f.metrics.Close()
+	for _, s := range f.servers {
+		s.Close()
+	}
 	f.socket.close()
 }
 
@@ -150,23 +148,4 @@ func (s *socket) close() {
 		<-s.done
 	}
 	*s = socket{}
-}
-
-// defaultLog logs by whatever slog's default logger is at the time.
-type defaultLog struct{}
-
-func (defaultLog) Enabled(ctx context.Context, level slog.Level) bool {
-	return slog.Default().Handler().Enabled(ctx, level)
-}
-
-func (defaultLog) Handle(ctx context.Context, r slog.Record) error {
-	return slog.Default().Handler().Handle(ctx, r)
-}
-
-func (defaultLog) WithAttrs(attrs []slog.Attr) slog.Handler {
-	return slog.Default().Handler().WithAttrs(attrs)
-}
-
-func (defaultLog) WithGroup(name string) slog.Handler {
-	return slog.Default().Handler().WithGroup(name)
 }

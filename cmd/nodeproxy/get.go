@@ -37,16 +37,14 @@ func getServicesCommand() *cobra.Command {
 		Long: "services lists the ports of Services as this node serves them. Usable endpoints are those that get traffic from this node. SINCE is\n" +
 			"how long the kernel has had the present state of the Service. With -o wide, the running nodeproxy adds the number of connections to\n" +
 			"each, if the mode counts them.\n" + fmt.Sprintf(inspectHelp, "get services -A"),
-		Args: atMostOne,
+		Args: atMost(1, "one name"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			of := plan.Service{Namespace: i.namespace}
-			if len(args) > 0 {
-				var err error
-				if of, err = i.service(args[0]); err != nil {
-					return err
-				}
-			} else if all {
-				of.Namespace = ""
+			of, err := i.service(args)
+			if err != nil {
+				return err
+			}
+			if len(args) == 0 && !all {
+				of.Namespace = i.namespace
 			}
 			from, err := i.answers(cmd.Context(), cmd.InOrStdin(), cmd.ErrOrStderr())
 			if err != nil {
@@ -63,12 +61,9 @@ func getServicesCommand() *cobra.Command {
 			if len(list) == 0 {
 				return noneFound(cmd.Context(), from, of)
 			}
-			if err := i.print(cmd.OutOrStdout(), list, func(form string) error {
+			return i.show(cmd.OutOrStdout(), list, false, func(form string) error {
 				return inspect.WriteServicePorts(cmd.OutOrStdout(), list, form == "wide", time.Now())
-			}); err != nil {
-				return err
-			}
-			return i.judged(false)
+			})
 		},
 	}
 	i.add(cmd, "table, wide, json or yaml")
@@ -110,24 +105,21 @@ func getEndpointsCommand() *cobra.Command {
 		Aliases: []string{"endpoint", "ep"},
 		Short:   "List the endpoints of a Service, and why some are not used",
 		Long:    "endpoints lists all endpoints of a Service, and says what this node uses each for, or why it does not use it.\n" + fmt.Sprintf(inspectHelp, "get endpoints web"),
-		Args:    exactlyOne("a Service"),
+		Args:    oneService,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			e, err := i.explain(cmd, args[0])
+			e, err := i.explain(cmd, args)
 			if err != nil {
 				return err
 			}
 			for n := range e.Ports {
 				e.Ports[n].Frontends = nil
 			}
-			if err := i.print(cmd.OutOrStdout(), e.Ports, func(form string) error {
+			return i.show(cmd.OutOrStdout(), e.Ports, false, func(form string) error {
 				if len(e.Ports) == 0 {
 					return notProxied(plan.Service{Namespace: e.Namespace, Name: e.Name})
 				}
 				return inspect.WriteEndpoints(cmd.OutOrStdout(), e.Ports, form == "wide")
-			}); err != nil {
-				return err
-			}
-			return i.judged(false)
+			})
 		},
 	}
 	i.add(cmd, "table, wide, json or yaml")
@@ -155,12 +147,8 @@ func getFindingsCommand() *cobra.Command {
 				fmt.Fprintln(cmd.OutOrStdout(), "Nothing is wrong.")
 				return nil
 			}
-			if err := i.print(cmd.OutOrStdout(), list, func(string) error {
-				return inspect.WriteFindings(cmd.OutOrStdout(), list)
-			}); err != nil {
-				return err
-			}
-			return i.judged(slices.ContainsFunc(list, func(f inspect.Finding) bool { return f.Severity == "problem" }))
+			problem := slices.ContainsFunc(list, func(f inspect.Finding) bool { return f.Severity == "problem" })
+			return i.show(cmd.OutOrStdout(), list, problem, func(string) error { return inspect.WriteFindings(cmd.OutOrStdout(), list) })
 		},
 	}
 	i.add(cmd, "table, json or yaml")
@@ -174,27 +162,24 @@ func explainCommand() *cobra.Command {
 		Short: "Explain what happens to the traffic of a Service on this node, and what is wrong",
 		Long: "explain says for each address and port of a Service what happens to connections from a pod, from the node and from outside, which\n" +
 			"endpoints are left out and why, what is wrong, and what to do about it.\n" + fmt.Sprintf(inspectHelp, "explain web"),
-		Args: exactlyOne("a Service"),
+		Args: oneService,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			e, err := i.explain(cmd, args[0])
+			e, err := i.explain(cmd, args)
 			if err != nil {
 				return err
 			}
-			if err := i.print(cmd.OutOrStdout(), e, func(string) error {
+			return i.show(cmd.OutOrStdout(), e, e.Problem(), func(string) error {
 				return inspect.WriteExplanation(cmd.OutOrStdout(), e, time.Now())
-			}); err != nil {
-				return err
-			}
-			return i.judged(e.Problem())
+			})
 		},
 	}
 	i.add(cmd, "text, json or yaml")
 	return cmd
 }
 
-// explain returns the explanation of the Service that an argument names.
-func (i *inspector) explain(cmd *cobra.Command, arg string) (*inspect.Explanation, error) {
-	svc, err := i.service(arg)
+// explain returns the explanation of the Service that the arguments name.
+func (i *inspector) explain(cmd *cobra.Command, args []string) (*inspect.Explanation, error) {
+	svc, err := i.service(args)
 	if err != nil {
 		return nil, err
 	}
@@ -205,18 +190,19 @@ func (i *inspector) explain(cmd *cobra.Command, arg string) (*inspect.Explanatio
 	return from.Explain(cmd.Context(), svc)
 }
 
-func atMostOne(_ *cobra.Command, args []string) error {
-	if len(args) > 1 {
-		return &usageError{fmt.Errorf("%q: only one name can be given", args[1])}
+// atMost refuses more arguments than n, which are called what.
+func atMost(n int, what string) cobra.PositionalArgs {
+	return func(_ *cobra.Command, args []string) error {
+		if len(args) > n {
+			return &usageError{fmt.Errorf("%q: only %s can be given", args[n], what)}
+		}
+		return nil
 	}
-	return nil
 }
 
-func exactlyOne(what string) cobra.PositionalArgs {
-	return func(cmd *cobra.Command, args []string) error {
-		if len(args) == 0 {
-			return &usageError{fmt.Errorf("%s is missing: %s", what, cmd.UseLine())}
-		}
-		return atMostOne(cmd, args)
+func oneService(cmd *cobra.Command, args []string) error {
+	if len(args) == 0 {
+		return &usageError{fmt.Errorf("a Service is missing: %s", cmd.UseLine())}
 	}
+	return atMost(1, "one name")(cmd, args)
 }

@@ -7,7 +7,6 @@ import (
 	"github.com/spf13/cobra"
 
 	"nodeproxy/inspect"
-	"nodeproxy/plan"
 )
 
 const runningHelp = `
@@ -24,18 +23,15 @@ func historyCommand() *cobra.Command {
 			"or fewer where many Services change at once; comparisons in a row that find nothing to do are one line.\n\n" +
 			"WHY is one or more of start, config (the configuration has changed), change (objects have changed), rest (of a large change), retry (the\n" +
 			"sync before failed), drift (another program may have changed something), compare (it was time to compare everything), resync.\n" + runningHelp,
-		Args: atMostOne,
+		Args: atMost(1, "one name"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			var svc plan.Service
-			if len(args) > 0 {
-				var err error
-				if svc, err = i.service(args[0]); err != nil {
-					return err
-				}
-			}
-			list, err := inspect.NewClient(i.socket()).History(cmd.Context(), svc)
+			svc, err := i.service(args)
 			if err != nil {
-				return unanswered(err, i.socket(), "")
+				return err
+			}
+			list, err := i.client("").History(cmd.Context(), svc)
+			if err != nil {
+				return err
 			}
 			if last > 0 {
 				list = list[max(0, len(list)-last):]
@@ -48,7 +44,7 @@ func historyCommand() *cobra.Command {
 				fmt.Fprintln(cmd.OutOrStdout(), text)
 				return nil
 			}
-			return i.print(cmd.OutOrStdout(), list, func(form string) error {
+			return i.show(cmd.OutOrStdout(), list, false, func(form string) error {
 				return inspect.WriteHistory(cmd.OutOrStdout(), list, form == "wide", time.Now())
 			})
 		},

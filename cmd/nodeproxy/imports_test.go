@@ -1,23 +1,18 @@
 package main
 
 import (
-	"go/parser"
-	"go/token"
-	"io/fs"
-	"path"
-	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"testing"
 
 	"nodeproxy/config"
+	"nodeproxy/internal/nstest"
 )
 
 // TestImports: data flows one way. What comes before the plan does not know the kernel, what comes after it does not know where objects
 // are from, the kernel's packages know neither, no mode knows another, and nobody but package metrics knows Prometheus.
 func TestImports(t *testing.T) {
-	imports := importsOf(t, "../..", false)
+	imports := importsOf(t, false)
 	const prometheus = "github.com/prometheus"
 	before := []string{"plan", "topology", "proxier", "source"}
 	for _, rule := range []struct{ of, not []string }{
@@ -65,7 +60,7 @@ func TestImports(t *testing.T) {
 // TestSeed: all property tests draw the examples of the seed that the first tier gives them.
 func TestSeed(t *testing.T) {
 	seen := 0
-	for pkg, imports := range importsOf(t, "../..", true) {
+	for pkg, imports := range importsOf(t, true) {
 		if slices.Contains(imports, "pgregory.net/rapid") {
 			seen++
 			if !slices.ContainsFunc([]string{"internal/seed", "plan/plantest", "source/sourcetest"}, func(with string) bool {
@@ -80,39 +75,17 @@ func TestSeed(t *testing.T) {
 	}
 }
 
-// importsOf returns what each package below a directory, which holds the module, imports outside of its tests, or in them.
-func importsOf(t *testing.T, root string, tests bool) map[string][]string {
+// importsOf returns what each package of the module imports outside of its tests, or in them.
+func importsOf(t *testing.T, tests bool) map[string][]string {
 	t.Helper()
+	of := `{{join .Imports " "}}`
+	if tests {
+		of = `{{join .TestImports " "}} {{join .XTestImports " "}}`
+	}
 	out := map[string][]string{}
-	err := filepath.WalkDir(root, func(file string, d fs.DirEntry, err error) error {
-		switch {
-		case err != nil:
-			return err
-		case d.IsDir() && strings.HasPrefix(d.Name(), ".") && file != root:
-			return fs.SkipDir
-		case d.IsDir() || !strings.HasSuffix(file, ".go") || strings.HasSuffix(file, "_test.go") != tests:
-			return nil
-		}
-		parsed, err := parser.ParseFile(token.NewFileSet(), file, nil, parser.ImportsOnly)
-		if err != nil {
-			return err
-		}
-		dir, err := filepath.Rel(root, filepath.Dir(file))
-		if err != nil {
-			return err
-		}
-		pkg := path.Join("nodeproxy", filepath.ToSlash(dir))
-		for _, i := range parsed.Imports {
-			name, err := strconv.Unquote(i.Path.Value)
-			if err != nil {
-				return err
-			}
-			out[pkg] = append(out[pkg], name)
-		}
-		return nil
-	})
-	if err != nil {
-		t.Fatal(err)
+	for line := range strings.Lines(nstest.Exec(t, "go", "list", "-f", "{{.ImportPath}} "+of, "nodeproxy/...")) {
+		words := strings.Fields(line)
+		out[words[0]] = words[1:]
 	}
 	return out
 }

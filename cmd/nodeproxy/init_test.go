@@ -1,7 +1,6 @@
 package main
 
 import (
-	"os"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -56,9 +55,5 @@ func TestInitOnly(t *testing.T) {
 
 func setting(t *testing.T, name string) string {
 	t.Helper()
-	text, err := os.ReadFile(filepath.Join("/proc/sys", name))
-	if err != nil {
-		t.Fatal(err)
-	}
-	return strings.TrimSpace(string(text))
+	return strings.TrimSpace(readFile(t, filepath.Join("/proc/sys", name)))
 }

@@ -53,26 +53,28 @@ func (i *inspector) add(cmd *cobra.Command, outputs string) { i.addAs(cmd, "expl
 func (i *inspector) addRunning(cmd *cobra.Command, outputs string) { i.addAs(cmd, "history", outputs) }
 
 func (i *inspector) addAs(cmd *cobra.Command, name, outputs string) {
-	i.flags.Add(cmd.Flags())
-	i.given, i.socket = cmd.Flags().Changed, func() string { return cmd.Flags().Lookup("socket").Value.String() }
+	i.addFlags(cmd, name)
 	cmd.Flags().StringVarP(&i.namespace, "namespace", "n", "default", "namespace of Services that are named without one")
 	cmd.Flags().StringVarP(&i.output, "output", "o", "", "form of the output: "+outputs)
-	i.forms = strings.Fields(strings.NewReplacer(",", "", " or ", " ").Replace(outputs))
-	refuseOthersAs(cmd, name)
+	i.forms = formsIn(outputs)
 	refuse := cmd.PreRunE
 	cmd.PreRunE = func(cmd *cobra.Command, args []string) error {
 		if err := refuse(cmd, args); err != nil {
 			return err
 		}
-		if i.output != "" && !slices.Contains(i.forms, i.output) { // Before it reads or asks anything.
-			return &usageError{fmt.Errorf("--output: %q is not one of %s", i.output, strings.Join(i.forms, ", "))}
-		}
-		return nil
+		return oneOf("output", cmp.Or(i.output, i.forms[0]), i.forms) // Before it reads or asks anything.
 	}
 	_ = cmd.RegisterFlagCompletionFunc("namespace", i.completeNamespace) // It fails only for a flag that does not exist.
 	if strings.Contains(cmd.Use, " [NAMESPACE/]SERVICE") || strings.Contains(cmd.Use, " [[NAMESPACE/]NAME]") {
 		cmd.ValidArgsFunction = i.completeService
 	}
+}
+
+// addFlags defines those of run's flags that the command with a name reads.
+func (i *inspector) addFlags(cmd *cobra.Command, name string) {
+	i.flags.Add(cmd.Flags())
+	i.given, i.socket = cmd.Flags().Changed, func() string { return cmd.Flags().Lookup("socket").Value.String() }
+	refuseOthersAs(cmd, name)
 }
 
 const inspectHelp = `
@@ -85,10 +87,13 @@ the node that --node-name names:
 Exit codes: 0 if all is well; 1 if there is a problem, if what the command names is not known, or if the answer is incomplete because
 something could not be read; 2 if the command line is wrong.`
 
+// elsewhere is what else there is to do for those who ask a daemon that does not answer.
+const elsewhere = "; to look at a cluster or at files without it, use --kubeconfig or --manifests"
+
 // answers returns where answers come from.
 func (i *inspector) answers(ctx context.Context, stdin io.Reader, stderr io.Writer) (answers, error) {
 	if !slices.ContainsFunc([]string{"manifests", "kubeconfig", "master", "config"}, i.given) {
-		return daemonAnswers{inspect.NewClient(i.socket()), i.socket()}, nil
+		return i.client(elsewhere), nil
 	}
 	cfg, err := i.flags.Config()
 	if err != nil {
@@ -96,12 +101,10 @@ func (i *inspector) answers(ctx context.Context, stdin io.Reader, stderr io.Writ
 	}
 	var found []source.Finding
 	var pods []*v1.Pod
+	leftOut := i.leftOut(stderr)
 	state, err := readState(ctx, cfg, stdin, func(f source.Finding) {
 		found = append(found, f)
-		if f.LeftOut {
-			i.incomplete = true
-			fmt.Fprintf(stderr, "%s: %s\n", f.Severity, inspect.Printable(f.String()))
-		}
+		leftOut(f)
 	}, func(p *v1.Pod) { pods = append(pods, p) })
 	if err != nil {
 		return nil, err
@@ -111,6 +114,20 @@ func (i *inspector) answers(ctx context.Context, stdin io.Reader, stderr io.Writ
 		Pods:    podReader(ctx, cfg, pods),
 		Machine: machineOf(cfg), OnlyProxied: cfg.Manifests == "",
 	}}, nil
+}
+
+// leftOut prints findings of what has to be left out.
+func (i *inspector) leftOut(stderr io.Writer) source.Report {
+	return func(f source.Finding) {
+		if f.LeftOut {
+			i.incomplete = true
+			printFinding(stderr, f)
+		}
+	}
+}
+
+func printFinding(w io.Writer, f source.Finding) {
+	fmt.Fprintf(w, "%s: %s\n", f.Severity, inspect.Printable(f.String()))
 }
 
 // podReader returns what reads Pods: those of manifests, nil if there are none among them, or else those of the cluster.
@@ -182,34 +199,15 @@ func (a ownAnswers) Findings(context.Context) ([]inspect.Finding, error) {
 	return a.node.AllFindings(), nil
 }
 
-// daemonAnswers are those of the daemon. Its errors say what to do where there is none.
-type daemonAnswers struct {
-	client *inspect.Client
-	socket string
+func (a ownAnswers) Trace(_ context.Context, q inspect.TraceQuery) (*inspect.Trace, error) {
+	return a.node.Trace(q)
 }
 
-func (a daemonAnswers) ServicePorts(ctx context.Context, of plan.Service) ([]inspect.ServicePort, error) {
-	out, err := a.client.ServicePorts(ctx, of)
-	return out, a.advise(err)
-}
-
-func (a daemonAnswers) CountedServicePorts(ctx context.Context, of plan.Service) ([]inspect.ServicePort, error) {
-	out, err := a.client.CountedServicePorts(ctx, of)
-	return out, a.advise(err)
-}
-
-func (a daemonAnswers) Explain(ctx context.Context, svc plan.Service) (*inspect.Explanation, error) {
-	out, err := a.client.Explain(ctx, svc)
-	return out, a.advise(err)
-}
-
-func (a daemonAnswers) Findings(ctx context.Context) ([]inspect.Finding, error) {
-	out, err := a.client.Findings(ctx)
-	return out, a.advise(err)
-}
-
-func (a daemonAnswers) advise(err error) error {
-	return unanswered(err, a.socket, "; to look at a cluster or at files without it, use --kubeconfig or --manifests")
+// client returns what asks the daemon. Its errors say what to do where there is none, or else to do elsewhere.
+func (i *inspector) client(elsewhere string) *inspect.Client {
+	c := inspect.NewClient(i.socket())
+	c.Advise = func(err error) error { return unanswered(err, i.socket(), elsewhere) }
+	return c
 }
 
 // unanswered returns the error of a question to the daemon, with what to do where there is none.
@@ -229,43 +227,48 @@ func unanswered(err error, socket, elsewhere string) error {
 	return err
 }
 
-// service reads the name of a Service.
-func (i *inspector) service(arg string) (plan.Service, error) {
-	svc, ok := plan.ParseService(arg, i.namespace)
+// service reads the name of a Service, if there is one.
+func (i *inspector) service(args []string) (plan.Service, error) {
+	if len(args) == 0 {
+		return plan.Service{}, nil
+	}
+	svc, ok := plan.ParseService(args[0], i.namespace)
 	if !ok {
-		return plan.Service{}, &usageError{fmt.Errorf("%q is not the name of a Service: want NAME, NAMESPACE/NAME or a name of DNS, such as NAME.NAMESPACE", arg)}
+		return plan.Service{}, &usageError{fmt.Errorf("%q is not the name of a Service: want NAME, NAMESPACE/NAME or a name of DNS, such as NAME.NAMESPACE", args[0])}
 	}
 	return svc, nil
 }
 
-// print prints an answer as JSON or YAML; else it calls table, with the name of the form.
-func (i *inspector) print(w io.Writer, answer any, table func(form string) error) error {
+// show prints an answer as JSON or YAML, or calls table with the name of another form. It returns an error if the answer tells of
+// a problem, or is incomplete.
+func (i *inspector) show(w io.Writer, answer any, problem bool, table func(form string) error) error {
+	var err error
 	switch form := cmp.Or(i.output, i.forms[0]); form {
 	case "json":
 		e := json.NewEncoder(w)
 		e.SetIndent("", "    ")
-		return e.Encode(answer)
+		err = e.Encode(answer)
 	case "yaml":
-		text, err := yaml.Marshal(answer)
-		if err == nil {
+		var text []byte
+		if text, err = yaml.Marshal(answer); err == nil {
 			_, err = w.Write(text)
 		}
-		return err
 	default:
-		return table(form)
+		err = table(form)
 	}
-}
-
-// judged returns the error of an answer that has been printed: whether it tells of a problem, or is incomplete.
-func (i *inspector) judged(problem bool) error {
 	switch {
+	case err != nil:
+		return err
 	case i.incomplete:
-		return errors.New("some manifests or objects can't be read or used (see the problems above), so the answer is incomplete")
+		return errIncomplete
 	case problem:
 		return errProblem
 	}
 	return nil
 }
 
-// errProblem makes the exit code 1. What is wrong has been printed.
-var errProblem = errors.New("")
+var (
+	// errProblem makes the exit code 1. What is wrong has been printed.
+	errProblem    = errors.New("")
+	errIncomplete = errors.New("some manifests or objects can't be read or used (see the problems above), so the answer is incomplete")
+)

@@ -53,9 +53,7 @@ func TestInspectDaemon(t *testing.T) {
 	}
 	listen(t, "10.244.1.5:8080")
 	a := newAsked(t)
-	if text, code := a.ask("explain", "web"); code != 1 || !strings.Contains(text, "no nodeproxy answers at "+a.socket) {
-		t.Errorf("without a daemon: exit code %d, %s", code, text)
-	}
+	a.says(1, "explain web", "no nodeproxy answers at "+a.socket)
 	a.write(inspectedService)
 	p := a.start()
 	a.awaitProgrammed()
@@ -66,9 +64,7 @@ func TestInspectDaemon(t *testing.T) {
 	if age := time.Since(before.Since); age < 0 || age > time.Minute {
 		t.Errorf("programmed since %s", before.Since)
 	}
-	if text, code := a.ask("explain", "web"); code != 0 || !strings.Contains(text, "Nothing is wrong with it on this node.") {
-		t.Errorf("explain: exit code %d, %s", code, text)
-	}
+	a.says(0, "explain web", "Nothing is wrong with it on this node.")
 	completion, err := exec.Command("nodeproxy", "__complete", "explain", "--socket="+a.socket, "w").Output()
 	if err != nil || string(completion) != "web\n:4\n" {
 		t.Errorf("completion: %q, %v", completion, err)
@@ -84,9 +80,7 @@ func TestInspectDaemon(t *testing.T) {
 	if now := a.service(); !now.Since.After(before.Since) || now.Total != 1 {
 		t.Errorf("after a change: %+v, before it: %+v", now, before)
 	}
-	if text, code := a.ask("explain", "web"); code != 1 || !strings.Contains(text, "No endpoint is ready") {
-		t.Errorf("explain: exit code %d, %s", code, text)
-	}
+	a.says(1, "explain web", "No endpoint is ready")
 	a.write(podWithoutService)
 	eventually(t, "no Pod matches", func() bool {
 		text, code := a.ask("explain", "typo")
@@ -136,9 +130,7 @@ func TestSocketPath(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
 	file := filepath.Join(dir, "file")
-	if err := os.WriteFile(file, []byte("precious"), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	writeFile(t, file, "precious")
 	link := filepath.Join(dir, "link")
 	if err := os.Symlink(file, link); err != nil {
 		t.Fatal(err)

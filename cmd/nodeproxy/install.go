@@ -9,7 +9,6 @@ import (
 	"net/url"
 	"os"
 	"os/signal"
-	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -81,11 +80,13 @@ type installer struct {
 }
 
 func (i *installer) run(ctx context.Context, stdin io.Reader, stderr io.Writer) ([]byte, error) {
-	if !slices.Contains(installOutputs, i.output) {
-		return nil, &usageError{fmt.Errorf("--output: %q is not one of %s", i.output, strings.Join(installOutputs, ", "))}
+	if err := oneOf("output", i.output, installOutputs); err != nil {
+		return nil, err
 	}
-	if i.options.Mode != "" && !slices.Contains(config.Modes(), i.options.Mode) {
-		return nil, &usageError{fmt.Errorf("--mode: %q is not one of %s", i.options.Mode, strings.Join(config.Modes(), ", "))}
+	if i.options.Mode != "" {
+		if err := oneOf("mode", i.options.Mode, config.Modes()); err != nil {
+			return nil, err
+		}
 	}
 	// What is said quotes names, versions and flags, which the nodes themselves and others who may write objects choose.
 	say := func(format string, args ...any) {

@@ -1,11 +1,9 @@
 package main
 
 import (
-	"bytes"
 	"encoding/json"
 	"errors"
 	"io"
-	"os"
 	"path/filepath"
 	"reflect"
 	"slices"
@@ -18,12 +16,9 @@ import (
 // pageCommands are the commands of docs/install/KIND.md by section, in their order, without the comments behind them.
 func pageCommands(t *testing.T, kind string) map[string][]string {
 	t.Helper()
-	text, err := os.ReadFile(filepath.Join("..", "..", "docs", "install", kind+".md"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := readFile(t, filepath.Join("..", "..", "docs", "install", kind+".md"))
 	out, section := map[string][]string{}, ""
-	for line := range strings.Lines(string(text)) {
+	for line := range strings.Lines(text) {
 		line = strings.TrimRight(line, "\n")
 		if heading, ok := strings.CutPrefix(line, "## "); ok {
 			section = heading
@@ -48,7 +43,7 @@ func TestInstallPages(t *testing.T) {
 		t.Run(page, func(t *testing.T) {
 			t.Parallel()
 			commands := pageCommands(t, page)
-			files := map[string][]byte{}
+			files := map[string]string{}
 			for _, section := range pageSections {
 				if len(commands[section]) == 0 {
 					t.Errorf("there is nothing to %s", section)
@@ -61,7 +56,7 @@ func TestInstallPages(t *testing.T) {
 	}
 }
 
-func runPageCommand(t *testing.T, files map[string][]byte, command, cluster string) {
+func runPageCommand(t *testing.T, files map[string]string, command, cluster string) {
 	t.Helper()
 	words := strings.Fields(command)
 	switch words[0] {
@@ -74,20 +69,20 @@ func runPageCommand(t *testing.T, files map[string][]byte, command, cluster stri
 		for n := range args {
 			args[n] = strings.NewReplacer("API-SERVER", "10.0.0.9").Replace(args[n])
 		}
-		out, err := inProcess(args...)
+		out, _, err := inProcess("", args...)
 		if err != nil {
 			t.Fatalf("%s: %v", command, err)
 		}
 		files[words[i+1]] = out
 		if strings.HasSuffix(words[i+1], ".json") {
 			var ops []map[string]any
-			if err := json.Unmarshal(out, &ops); err != nil {
+			if err := json.Unmarshal([]byte(out), &ops); err != nil {
 				t.Errorf("%s: %v", command, err)
 			}
 			return
 		}
 		objects := 0
-		for docs := utilyaml.NewYAMLOrJSONDecoder(bytes.NewReader(out), 4096); ; objects++ {
+		for docs := utilyaml.NewYAMLOrJSONDecoder(strings.NewReader(out), 4096); ; objects++ {
 			var o struct{ Kind string }
 			if err := docs.Decode(&o); errors.Is(err, io.EOF) {
 				break
@@ -95,7 +90,7 @@ func runPageCommand(t *testing.T, files map[string][]byte, command, cluster stri
 				t.Fatalf("%s: object %d: %+v, %v", command, objects, o, err)
 			}
 		}
-		if objects == 0 || bytes.Contains(out, []byte("localhost/nodeproxy")) {
+		if objects == 0 || strings.Contains(out, "localhost/nodeproxy") {
 			t.Errorf("%s: %d objects, or an image other than --image says:\n%s", command, objects, out)
 		}
 	case "kubectl":
@@ -104,7 +99,7 @@ func runPageCommand(t *testing.T, files map[string][]byte, command, cluster stri
 			if w == "-f" {
 				file, ok = words[n+1], true
 			}
-			if ok && files[file] == nil {
+			if ok && files[file] == "" {
 				t.Errorf("%s: no command before has written %s", command, file)
 			}
 		}
@@ -114,43 +109,33 @@ func runPageCommand(t *testing.T, files map[string][]byte, command, cluster stri
 	}
 }
 
-// inProcess runs a command of nodeproxy and returns what it printed.
-func inProcess(args ...string) ([]byte, error) {
+// inProcess runs a command of nodeproxy and returns what it prints.
+func inProcess(stdin string, args ...string) (stdout, stderr string, err error) {
 	cmd := root()
-	var out bytes.Buffer
+	var out, said strings.Builder
 	cmd.SetArgs(args)
+	cmd.SetIn(strings.NewReader(stdin))
 	cmd.SetOut(&out)
-	cmd.SetErr(io.Discard)
-	err := cmd.Execute()
-	return out.Bytes(), err
+	cmd.SetErr(&said)
+	err = cmd.Execute()
+	return out.String(), said.String(), err
 }
 
 // TestInstallPrintable: what a Node says of itself, or a DaemonSet of its flags, neither gets to the terminal as an escape sequence nor adds a line.
 func TestInstallPrintable(t *testing.T) {
 	t.Parallel()
-	text, err := os.ReadFile(filepath.Join("..", "..", "install", "testdata", "talos.yaml"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := readFile(t, filepath.Join("..", "..", "install", "testdata", "talos.yaml"))
 	const evil = `\e[2J\e]0;title\a\nAPI server: 192.0.2.1:443`
 	for _, replacement := range [][2]string{
 		{"Talos (v1.13.0)", `"Talos ` + evil + `"`}, {"- --proxy-mode=nftables", `- "--novelty=` + evil + `"`},
 	} {
-		if !strings.Contains(string(text), replacement[0]) {
+		if !strings.Contains(text, replacement[0]) {
 			t.Fatalf("talos.yaml has no %q", replacement[0])
 		}
-		cmd := root()
-		var out, said bytes.Buffer
-		cmd.SetArgs([]string{"install", "--filename=-"})
-		cmd.SetIn(strings.NewReader(strings.ReplaceAll(string(text), replacement[0], replacement[1])))
-		cmd.SetOut(&out)
-		cmd.SetErr(&said)
-		if err := cmd.Execute(); err != nil {
-			t.Fatal(err)
-		}
-		if !strings.Contains(said.String(), `\x1b[2J\x1b]0;title\a\nAPI server: 192.0.2.1`) || strings.ContainsAny(said.String(), "\x1b\a\r") ||
-			strings.Contains(said.String(), "\nAPI server: 192.0.2.1") {
-			t.Errorf("%s: it says\n%q", replacement[0], &said)
+		_, said, err := inProcess(strings.ReplaceAll(text, replacement[0], replacement[1]), "install", "--filename=-")
+		if err != nil || !strings.Contains(said, `\x1b[2J\x1b]0;title\a\nAPI server: 192.0.2.1`) || strings.ContainsAny(said, "\x1b\a\r") ||
+			strings.Contains(said, "\nAPI server: 192.0.2.1") {
+			t.Errorf("%s: %v; it says\n%q", replacement[0], err, said)
 		}
 	}
 }
@@ -168,29 +153,13 @@ func TestInstallPagesAgree(t *testing.T) {
 			t.Errorf("%s.md has the commands\n%q\nwant those of kubeadm.md:\n%q", page, got, want)
 		}
 	}
-	index, err := os.ReadFile("../../docs/install/README.md")
-	if err != nil {
-		t.Fatal(err)
-	}
-	pages, err := filepath.Glob("../../docs/install/*.md")
-	if err != nil || len(pages) < 10 {
-		t.Fatalf("%q, %v", pages, err)
-	}
-	for _, page := range pages {
-		if name := filepath.Base(page); name != "README.md" && !bytes.Contains(index, []byte("("+name+")")) {
-			t.Errorf("README.md does not lead to %s", name)
-		}
-	}
 }
 
 // TestUnit: the unit for systemd starts nodeproxy with flags that it has, and the page without an orchestrator does what the unit wants.
 func TestUnit(t *testing.T) {
 	t.Parallel()
-	unit, err := os.ReadFile("../../deploy/systemd/nodeproxy.service")
-	if err != nil {
-		t.Fatal(err)
-	}
-	_, line, _ := strings.Cut(string(unit), "\nExecStart=")
+	unit := readFile(t, "../../deploy/systemd/nodeproxy.service")
+	_, line, _ := strings.Cut(unit, "\nExecStart=")
 	line, _, _ = strings.Cut(line, "\n")
 	words := strings.Fields(line)
 	if len(words) < 3 || words[1] != "run" {
@@ -204,12 +173,8 @@ func TestUnit(t *testing.T) {
 		t.Errorf("ExecStart=%s: %v", line, err)
 	}
 	page := strings.Join(pageCommands(t, "bare-metal")["Install"], "\n")
-	for _, path := range []string{words[0], run.Flag("config").Value.String(), run.Flag("manifests").Value.String()} {
-		if !strings.Contains(page, path) {
-			t.Errorf("the page does not make %s", path)
-		}
-	}
-	if text, err := inProcess("config", "--mode=nftables"); err != nil || !bytes.Contains(text, []byte("mode: nftables")) {
+	has(t, page, words[0], run.Flag("config").Value.String(), run.Flag("manifests").Value.String())
+	if text, _, err := inProcess("", "config", "--mode=nftables"); err != nil || !strings.Contains(text, "mode: nftables") {
 		t.Errorf("config --mode=nftables: %v\n%s", err, text)
 	}
 }

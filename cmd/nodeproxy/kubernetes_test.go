@@ -1,7 +1,6 @@
 package main
 
 import (
-	"bytes"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -62,11 +61,8 @@ func TestKubernetesVersions(t *testing.T) {
 		t.Fatalf("versions %q, want %q", versions, want)
 	}
 	for i, version := range versions {
-		library, err := os.ReadFile(filepath.Join(dirs[i], "version"))
-		if err != nil {
-			t.Fatal(err)
-		}
-		t.Logf("Kubernetes %s, objects of k8s.io/api %s: in JSON and protobuf, the rules of modes iptables, ipvs and nftables", version, bytes.TrimSpace(library))
+		library := readFile(t, filepath.Join(dirs[i], "version"))
+		t.Logf("Kubernetes %s, objects of k8s.io/api %s: in JSON and protobuf, the rules of modes iptables, ipvs and nftables", version, strings.TrimSpace(library))
 	}
 	for _, m := range modes {
 		t.Run(m.name, func(t *testing.T) {
@@ -122,21 +118,7 @@ func TestKubernetesVersionsAsManifests(t *testing.T) {
 		if err != nil {
 			t.Fatalf("%s: %v: %s", dir, err, problems)
 		}
-		manifests := t.TempDir()
-		files, err := filepath.Glob(filepath.Join(dir, "*.json"))
-		if err != nil {
-			t.Fatal(err)
-		}
-		for _, file := range files {
-			content, err := os.ReadFile(file)
-			if err == nil {
-				err = os.WriteFile(filepath.Join(manifests, filepath.Base(file)), content, 0o644)
-			}
-			if err != nil {
-				t.Fatal(err)
-			}
-		}
-		got, problems, err := rendered("--node-name=node1", "--manifests="+manifests, "--service-cidr=10.96.0.0/16,fd00:10:96::/112")
+		got, problems, err := rendered("--node-name=node1", "--manifests="+dir, "--service-cidr=10.96.0.0/16,fd00:10:96::/112")
 		if err != nil {
 			t.Fatalf("%s: %v: %s", dir, err, problems)
 		}

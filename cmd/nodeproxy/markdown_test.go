@@ -152,47 +152,39 @@ func TestLinks(t *testing.T) {
 	}
 }
 
-// TestREADMEInstall: each page of docs/install is in the README's table.
+// TestREADMEInstall: both the README and that of docs/install lead to each page of docs/install.
 func TestREADMEInstall(t *testing.T) {
 	t.Parallel()
 	docs := documentation(t)
-	linked := map[string]bool{}
-	for _, l := range docs["../../README.md"].links {
-		linked[filepath.Join("../..", l.target)] = true
+	pages, err := filepath.Glob("../../docs/install/*.md")
+	if err != nil || len(pages) < 10 {
+		t.Fatalf("%q, %v", pages, err)
 	}
-	pages := 0
-	for path := range docs {
-		if filepath.Dir(path) != "../../docs/install" || filepath.Base(path) == "README.md" {
-			continue
+	for _, index := range []string{"../../README.md", "../../docs/install/README.md"} {
+		linked := map[string]bool{"../../docs/install/README.md": true}
+		for _, l := range docs[index].links {
+			linked[filepath.Join(filepath.Dir(index), l.target)] = true
 		}
-		pages++
-		if !linked[path] {
-			t.Errorf("the README has no link to %s", path)
+		for _, page := range pages {
+			if !linked[page] {
+				t.Errorf("%s does not lead to %s", index, page)
+			}
 		}
-	}
-	if pages < 9 {
-		t.Errorf("only %d pages were found", pages)
 	}
 }
 
 // TestREADMENumbers: the numbers of the README's table of measurements are those of the document that it links to.
 func TestREADMENumbers(t *testing.T) {
 	t.Parallel()
-	text, err := os.ReadFile("../../README.md")
-	if err != nil {
-		t.Fatal(err)
-	}
-	rows := regexp.MustCompile(`(?m)^\| [^|]+ \| ([^|]+) \| ([^|]+) \| (1/[^|]+) \| \[[a-z]+\]\(([^#]+)#`).FindAllStringSubmatch(string(text), -1)
+	text := readFile(t, "../../README.md")
+	rows := regexp.MustCompile(`(?m)^\| [^|]+ \| ([^|]+) \| ([^|]+) \| (1/[^|]+) \| \[[a-z]+\]\(([^#]+)#`).FindAllStringSubmatch(text, -1)
 	if len(rows) != 5 {
 		t.Fatalf("%d rows were found, want 5", len(rows))
 	}
 	for _, row := range rows {
-		table, err := os.ReadFile("../../" + row[4])
-		if err != nil {
-			t.Fatal(err)
-		}
+		table := readFile(t, "../../"+row[4])
 		for _, number := range row[1:3] {
-			if !regexp.MustCompile(`\| ` + regexp.QuoteMeta(number) + `[ ,]`).Match(table) {
+			if !regexp.MustCompile(`\| ` + regexp.QuoteMeta(number) + `[ ,]`).MatchString(table) {
 				t.Errorf("%s has no number %s", row[4], number)
 			}
 		}
@@ -251,10 +243,7 @@ var (
 // directories that kubectl and helm are given.
 func TestCommandsInDocumentation(t *testing.T) {
 	t.Parallel()
-	makefile, err := os.ReadFile("../../Makefile")
-	if err != nil {
-		t.Fatal(err)
-	}
+	makefile := readFile(t, "../../Makefile")
 	seen := map[string]int{}
 	for path, m := range documentation(t) {
 		if strings.HasSuffix(path, "docs/cli.md") {
@@ -273,7 +262,7 @@ func TestCommandsInDocumentation(t *testing.T) {
 			}
 			if target := makeTarget.FindStringSubmatch(text); target != nil {
 				seen["make"]++
-				if !regexp.MustCompile(`(?m)^` + target[1] + `:`).Match(makefile) {
+				if !regexp.MustCompile(`(?m)^` + target[1] + `:`).MatchString(makefile) {
 					t.Errorf("%s: there is no make %s", place, target[1])
 				}
 			}

@@ -58,8 +58,6 @@ type mode struct {
 	// remove removes what the mode has left in the kernel besides chains of iptables; nil if it leaves nothing else. The chains are
 	// removed first, by cleanup or by the mode that is in force.
 	remove func(context.Context, removal) error
-	// withoutIPTables is set for a mode that has no chains of iptables, so that those of other modes have to be removed once it is in force.
-	withoutIPTables bool
 }
 
 // modeConfig is what a mode works with.
@@ -92,12 +90,10 @@ type openMode struct {
 	close func() error
 	// variant is that of iptables which the mode uses; "" where there is but one.
 	variant string
-	// verify compares what was written of a Service with the kernel, beside syncs: how many things, and what differs.
-	verify func(ctx context.Context, svc plan.Service) (things int, found drift.Found, err error)
 	// machine is as in inspect.Node.
 	machine func(whole, near *plan.Plan, f plan.Family, local func(netip.Addr) bool) (*packetsim.Machine, error)
-	// traffic returns a reader of the traffic of each ServicePort. follow, unless nil, has to be called with the plan after each sync.
-	traffic func() (r metrics.TrafficReader, follow func(*plan.Plan, plan.Change))
+	// traffic returns a reader of the traffic of each ServicePort.
+	traffic func() metrics.TrafficReader
 	// invalidDropped and localhostNodePorts are as in metrics.Set.CollectPacketCounters.
 	invalidDropped, localhostNodePorts func() (uint64, error)
 }
@@ -112,6 +108,8 @@ type backend interface {
 	Took() map[plan.Family]time.Duration
 	// Written is how much of each kind the last Sync has written. It may be called between two of them.
 	Written() map[drift.Kind]int
+	// Verify compares what was written of a Service with the kernel, beside syncs: how many things, and what differs.
+	Verify(ctx context.Context, svc plan.Service) (things int, found drift.Found, err error)
 }
 
 // removal says how to remove what a mode has left in the kernel.
@@ -150,7 +148,7 @@ func (d *daemon) removeOthers(ctx context.Context) {
 		return
 	case <-d.monitor.complete:
 	}
-	if d.mode.withoutIPTables { // Before what they ask for: a set or an accounting object that a rule asks can't be removed.
+	if d.mode.rules == nil { // Before what the chains of other modes ask for: a set or an accounting object that a rule asks can't be removed.
 		lines, err := xtables.Cleanup(ctx, false, variants(d.cfg.IPTablesBackend)...)
 		if len(lines) > 0 {
 			d.log.Info("what other modes have left in the tables of iptables is removed", "removed", len(lines))

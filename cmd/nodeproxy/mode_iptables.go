@@ -61,14 +61,10 @@ func openIPTables(c modeConfig) (*openMode, error) {
 	return &openMode{
 		variant: string(b.Variant),
 		backend: b, mostAtOnce: b.MostAtOnce(), invalidDropped: b.InvalidDropped, localhostNodePorts: b.LocalhostNodePorts(),
-		verify: b.Verify,
 		machine: func(whole, near *plan.Plan, f plan.Family, _ func(netip.Addr) bool) (*packetsim.Machine, error) {
 			return b.Machine(whole, near, f)
 		},
-		traffic: func() (metrics.TrafficReader, func(*plan.Plan, plan.Change)) {
-			r := b.Traffic()
-			return r, r.Update
-		},
+		traffic: func() metrics.TrafficReader { return b.Traffic() },
 	}, nil
 }
 

@@ -60,8 +60,8 @@ func openIPVS(c modeConfig) (*openMode, error) {
 		machine: func(_, near *plan.Plan, f plan.Family, local func(netip.Addr) bool) (*packetsim.Machine, error) {
 			return b.Machine(near, f, local)
 		},
-		backend: b, unfinished: b.Unfinished, run: b.Run, close: b.Close, verify: b.Verify,
-		traffic: func() (metrics.TrafficReader, func(*plan.Plan, plan.Change)) { return b.Traffic(), nil },
+		backend: b, unfinished: b.Unfinished, run: b.Run, close: b.Close,
+		traffic: func() metrics.TrafficReader { return b.Traffic() },
 	}, nil
 }
 

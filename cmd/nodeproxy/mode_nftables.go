@@ -31,8 +31,6 @@ var nftablesMode = mode{
 	},
 	diff:   diffNFTables,
 	remove: removeNFTables,
-	// It has no chains of iptables.
-	withoutIPTables: true,
 }
 
 func (c modeConfig) nftables() nftables.Config {
@@ -53,14 +51,11 @@ func openNFTables(c modeConfig) (*openMode, error) {
 		return nil, err
 	}
 	return &openMode{
-		backend: b, compare: b.Compare, unfinished: b.Unfinished, close: b.Close, verify: b.Verify,
+		backend: b, compare: b.Compare, unfinished: b.Unfinished, close: b.Close,
 		machine: func(_, near *plan.Plan, f plan.Family, _ func(netip.Addr) bool) (*packetsim.Machine, error) {
 			return b.Machine(near, f), nil
 		},
-		traffic: func() (metrics.TrafficReader, func(*plan.Plan, plan.Change)) {
-			r := b.Traffic()
-			return r, r.Update
-		},
+		traffic: func() metrics.TrafficReader { return b.Traffic() },
 	}, nil
 }
 

@@ -1,13 +1,10 @@
 package main
 
 import (
-	"log/slog"
 	"sync"
 	"time"
 
-	"nodeproxy/config"
 	"nodeproxy/inspect"
-	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/names"
 	"nodeproxy/metrics"
 	"nodeproxy/node/flows"
@@ -16,8 +13,6 @@ import (
 	"nodeproxy/plan"
 	"nodeproxy/proxier"
 	"nodeproxy/source"
-	"nodeproxy/source/apiserver"
-	"nodeproxy/source/manifest"
 )
 
 // monitor tells the world how it goes: health, metrics, and the health check node ports of Services.
@@ -25,18 +20,12 @@ type monitor struct {
 	metrics  *metrics.Set
 	node     *health.Node
 	services *health.Services // of the front
-	// listeners looks for programs that listen where a Service captures the traffic; warn, if set, tells the cluster of them.
+	// listeners looks for programs that listen where a Service captures the traffic.
 	listeners *listeners.Watcher
-	warn      func(text string)
-	// took tells how long the backend took for each family.
-	took func() map[plan.Family]time.Duration
-	// follow tells the reader of traffic what the plan is; nil if it need not know.
-	follow func(*plan.Plan, plan.Change)
-	// history, of the front, receives each sync; written tells what the backend has written in the last one, by kind.
-	history *inspect.History
-	written func() map[drift.Kind]int
+	backend   *openMode
 	// traffic reads counters; nil if there are none.
 	traffic metrics.TrafficReader
+	history *inspect.History // of the front
 	// inSync is closed when the kernel has been brought to the plan for the first time, and complete when that was a plan with
 	// all there is.
 	inSync, complete     chan struct{}
@@ -49,32 +38,27 @@ var started = time.Now()
 // requests counts requests to the API server.
 var requests = metrics.NewRESTClient()
 
-func newMonitor(cfg *config.Config, set *metrics.Set, families []plan.Family, objects source.Source,
-	f *front, report source.Report, log *slog.Logger) *monitor {
-	m := &monitor{metrics: set, services: f.services, history: &f.history, inSync: make(chan struct{}), complete: make(chan struct{})}
+func newMonitor(d *daemon, families []plan.Family, f *front) *monitor {
+	m := &monitor{metrics: d.metrics, backend: d.backend, services: f.services, history: &f.history,
+		inSync: make(chan struct{}), complete: make(chan struct{})}
 	m.first = sync.OnceFunc(func() { close(m.inSync) })
 	m.firstComplete = sync.OnceFunc(func() { close(m.complete) })
-	nodeConfig := health.NodeConfig{Program: program(), Families: families, Timeout: 2 * cfg.SyncPeriod, Answered: m.metrics.Answered}
-	if api, ok := objects.(*apiserver.Source); ok {
-		nodeConfig.Watches = api.Watches
+	m.node = health.NewNode(health.NodeConfig{
+		Program: program(), Families: families, Timeout: 2 * d.cfg.SyncPeriod, Answered: m.metrics.Answered, Watches: d.watches, Faults: d.faults,
+	})
+	m.listeners = listeners.New(listeners.Config{
+		NotNode: []string{names.Device}, Report: d.conflict, Count: m.metrics.PortConflicts, Held: m.services.Held, Log: d.log,
+	})
+	if d.client != nil {
 		m.metrics.CollectWatches(func() map[string]time.Duration {
 			out := map[string]time.Duration{}
-			for _, w := range api.Watches() {
+			for _, w := range d.watches() {
 				out[w.Resource] = w.Age
 			}
 			return out
 		})
 	}
-	faults := func() []string { return nil }
-	if files, ok := objects.(*manifest.Source); ok {
-		faults = files.Faults
-		nodeConfig.Faults = faults
-	}
-	m.metrics.CollectFaults(func() bool { return len(faults()) > 0 })
-	m.node = health.NewNode(nodeConfig)
-	m.listeners = listeners.New(listeners.Config{
-		NotNode: []string{names.Device}, Report: m.conflict(report), Count: m.metrics.PortConflicts, Held: m.services.Held, Log: log,
-	})
+	m.metrics.CollectFaults(func() bool { return len(d.faults()) > 0 })
 	m.metrics.CollectOldestChange(m.node.OldestChange)
 	m.metrics.CollectHealthCheckNodePorts(m.services.Ports)
 	return m
@@ -104,7 +88,7 @@ func (m *monitor) Synced(p *plan.Plan, change plan.Change, r proxier.Result) {
 	if r.Backend > 0 {
 		s.Stages[metrics.Backend] = r.Backend
 		s.ByFamily = map[plan.Family]time.Duration{}
-		for family, took := range m.took() {
+		for family, took := range m.backend.Took() {
 			s.ByFamily[family] = r.Apply + r.Plan + took
 		}
 	}
@@ -116,8 +100,8 @@ func (m *monitor) Synced(p *plan.Plan, change plan.Change, r proxier.Result) {
 	m.metrics.Planned(p, change)
 	m.services.Update(p, change)
 	m.listeners.Update(p, change)
-	if m.follow != nil {
-		m.follow(p, change)
+	if r, follows := m.traffic.(interface{ Update(*plan.Plan, plan.Change) }); follows { // Some readers have to know the plan.
+		r.Update(p, change)
 	}
 	m.node.Leaving(!r.Eligible)
 	switch {
@@ -138,7 +122,7 @@ func (m *monitor) Synced(p *plan.Plan, change plan.Change, r proxier.Result) {
 func (m *monitor) record(change plan.Change, r proxier.Result) {
 	written := map[string]int{}
 	if r.Backend > 0 {
-		for kind, n := range m.written() {
+		for kind, n := range m.backend.Written() {
 			written[string(kind)] = n
 		}
 	}
@@ -155,23 +139,20 @@ func (m *monitor) Compared(why string, began time.Time, took time.Duration, agai
 	m.history.Add(s)
 }
 
-// conflict returns a report that warns the cluster too.
-func (m *monitor) conflict(report source.Report) source.Report {
-	return func(f source.Finding) {
-		report(f)
-		if f.Severity == source.Problem && m.warn != nil {
-			m.warn(f.String())
-		}
+// conflict reports a program that listens where a Service captures the traffic, a problem as an event too.
+func (d *daemon) conflict(f source.Finding) {
+	d.report(f)
+	if f.Severity == source.Problem {
+		d.event("PortConflict", "WatchPorts", f.String())
 	}
 }
 
 // countTraffic adds metrics of what goes through at most limit ServicePorts and through rules.
-func (m *monitor) countTraffic(b *openMode, limit int) {
-	m.metrics.CollectPacketCounters(b.invalidDropped, b.localhostNodePorts)
-	if limit > 0 && b.traffic != nil {
-		reader, follow := b.traffic()
-		m.metrics.CollectTraffic(reader, limit)
-		m.follow, m.traffic = follow, reader
+func (m *monitor) countTraffic(limit int) {
+	m.metrics.CollectPacketCounters(m.backend.invalidDropped, m.backend.localhostNodePorts)
+	if limit > 0 {
+		m.traffic = m.backend.traffic()
+		m.metrics.CollectTraffic(m.traffic, limit)
 	}
 }
 

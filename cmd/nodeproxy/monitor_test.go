@@ -19,8 +19,7 @@ func TestRestOfAChangeIsLate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		log := slog.New(slog.DiscardHandler)
 		set := metrics.New(metrics.Config{Mode: "iptables", Families: plan.Families[:], Start: time.Now(), Log: log})
-		m := newMonitor(&config.Config{SyncPeriod: 30 * time.Second}, set, plan.Families[:], nil,
-			newFront(), func(source.Finding) {}, log)
+		m := newMonitor(&daemon{cfg: &config.Config{SyncPeriod: 30 * time.Second}, metrics: set, log: log}, plan.Families[:], newFront())
 		p := plan.New(plan.Node{}, plan.Settings{})
 		m.Queued(source.Batch{Synced: true}, true)
 		m.Taken()

@@ -22,6 +22,34 @@ func writeFile(t *testing.T, name, text string) {
 	}
 }
 
+func readFile(t *testing.T, name string) string {
+	t.Helper()
+	text, err := os.ReadFile(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(text)
+}
+
+// has fails the test unless a text has all of these parts, and lacks if it has any.
+func has(t testing.TB, text string, parts ...string) {
+	t.Helper()
+	for _, part := range parts {
+		if !strings.Contains(text, part) {
+			t.Errorf("there is no %q in\n%.5000s", part, text)
+		}
+	}
+}
+
+func lacks(t testing.TB, text string, parts ...string) {
+	t.Helper()
+	for _, part := range parts {
+		if strings.Contains(text, part) {
+			t.Errorf("there is %q in\n%.5000s", part, text)
+		}
+	}
+}
+
 // process is a nodeproxy that runs in the network namespace of the test.
 type process struct {
 	*exec.Cmd

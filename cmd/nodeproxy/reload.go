@@ -32,15 +32,6 @@ type update struct {
 	err error
 }
 
-// put leaves an update for run, in place of one that has not been taken yet.
-func (r *reloads) put(u update) {
-	select {
-	case <-r.updates:
-	default:
-	}
-	r.updates <- u
-}
-
 // run runs a daemon, and in its place one with each new configuration that can be put in force, until ctx ends or a daemon does.
 func (r *reloads) run(ctx context.Context, d *daemon) error {
 	var former *config.Config // what to go back to if d can't start
@@ -77,21 +68,24 @@ func (r *reloads) run(ctx context.Context, d *daemon) error {
 // await returns the daemon that is to take the place of d, once there is one that can. When d ends before, it returns nil and the
 // error of d.
 func (r *reloads) await(ctx context.Context, d *daemon, ended <-chan error) (*daemon, error) {
-	var try *trial
+	var try trial
 	var wanted *config.Config
 	var again, late <-chan time.Time
 	wait := firstReload
 	begin := func() {
 		try, again, late = r.try(ctx, wanted), nil, time.After(reportReload)
 	}
+	abandon := func() {
+		r.abandon(try)
+		try, again, late = trial{}, nil, nil
+	}
 	for {
 		select {
 		case err := <-ended:
-			r.abandon(try)
+			abandon()
 			return nil, err
 		case u := <-r.updates:
-			r.abandon(try)
-			try, again, late = nil, nil, nil
+			abandon()
 			switch {
 			case u.err != nil:
 				d.notInForce(fmt.Errorf("the configuration file is wrong: %w", u.err))
@@ -101,33 +95,31 @@ func (r *reloads) await(ctx context.Context, d *daemon, ended <-chan error) (*da
 				wanted, wait = u.cfg, firstReload
 				begin()
 			}
-		case err := <-try.result():
+		case err := <-try.done:
 			if err == nil {
 				return try.daemon, nil
 			}
-			r.abandon(try)
-			try, late = nil, nil
+			abandon()
 			d.notInForce(fmt.Errorf("the configuration file has changed, but what it says now can't run: %w", err))
 			again, wait = time.After(wait), min(2*wait, lastReload)
 		case <-late:
-			d.notInForce(fmt.Errorf("the configuration file has changed, but not all objects have come yet from %s", try.from()))
+			d.notInForce(fmt.Errorf("the configuration file has changed, but not all objects have come yet from %s", try.daemon.from))
 		case <-again:
 			begin()
 		}
 	}
 }
 
-// trial is a daemon of a new configuration that reads objects, while the one in force goes on.
+// trial is a daemon of a new configuration that reads objects, while the one in force goes on. The zero trial is none.
 type trial struct {
-	daemon *daemon // nil if it could not even be made
-	done   chan error
-	ended  chan struct{} // closed when nothing is tried any more
+	daemon *daemon    // nil if it could not even be made
+	done   chan error // receives how it went
 }
 
 // try finds out whether a configuration can be put in force: whether its addresses can be listened at, its mode can work, and then
 // whether all objects can be read.
-func (r *reloads) try(ctx context.Context, cfg *config.Config) *trial {
-	t := &trial{done: make(chan error, 1), ended: make(chan struct{})}
+func (r *reloads) try(ctx context.Context, cfg *config.Config) trial {
+	t := trial{done: make(chan error, 1)}
 	err := r.front.prepare(cfg)
 	if err == nil {
 		t.daemon, err = newDaemon(ctx, cfg, newLog(cfg))
@@ -136,46 +128,22 @@ func (r *reloads) try(ctx context.Context, cfg *config.Config) *trial {
 		t.done <- err
 		return t
 	}
-	go func() {
-		defer close(t.ended)
+	t.daemon.running.Go(func() {
 		err := t.daemon.check()
 		if err == nil {
 			t.daemon.begin()
 			err = t.daemon.await()
 		}
 		t.done <- err
-	}()
+	})
 	return t
 }
 
-// result receives how the trial went; nil for no trial.
-func (t *trial) result() <-chan error {
-	if t == nil {
-		return nil
-	}
-	return t.done
-}
-
-// from names where objects are read.
-func (t *trial) from() string {
-	if t.daemon == nil {
-		return "nowhere"
-	}
-	return t.daemon.from
-}
-
-// abandon ends a trial; nil is none.
-func (r *reloads) abandon(t *trial) {
-	if t == nil {
-		return
-	}
+// abandon ends a trial, and does not wait for its end: to look whether a mode can work may take a while.
+func (r *reloads) abandon(t trial) {
 	r.front.discard()
 	if t.daemon != nil {
 		t.daemon.cancel()
-		go func() { // To look whether a mode can work may take a while.
-			<-t.ended
-			t.daemon.stop()
-		}()
 	}
 }
 

@@ -155,11 +155,8 @@ func (f flakyTools) calls(t *testing.T) int {
 	t.Helper()
 	calls := 0
 	for _, name := range flakyNames {
-		text, err := os.ReadFile(filepath.Join(f.dir, name+".calls"))
-		if err != nil {
-			t.Fatal(err)
-		}
-		calls += strings.Count(string(text), "\n")
+		text := readFile(t, filepath.Join(f.dir, name+".calls"))
+		calls += strings.Count(text, "\n")
 	}
 	return calls
 }

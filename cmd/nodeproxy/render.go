@@ -7,14 +7,12 @@ import (
 	"io"
 	"net/netip"
 	"os"
-	"slices"
 	"time"
 
 	"github.com/spf13/cobra"
 	v1 "k8s.io/api/core/v1"
 
 	"nodeproxy/config"
-	"nodeproxy/inspect"
 	"nodeproxy/plan"
 	"nodeproxy/source"
 	"nodeproxy/source/apiserver"
@@ -39,12 +37,7 @@ func renderCommand() *cobra.Command {
 			"it prints the rules of everything else.\n\n" +
 			"With both families in one text, every rule begins with -4 or -6, so that iptables-restore and ip6tables-restore\n" +
 			"each take their own; --family=ipv4 or ipv6 prints one family without that.",
-		Args: func(_ *cobra.Command, args []string) error {
-			if len(args) > 1 {
-				return &usageError{fmt.Errorf("%q: only one file or directory can be given", args[1])}
-			}
-			return nil
-		},
+		Args: atMost(1, "one file or directory"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if len(args) > 0 {
 				if cmd.Flags().Changed("manifests") {
@@ -61,12 +54,12 @@ func renderCommand() *cobra.Command {
 			if cfg.Manifests == "" && cfg.API.Kubeconfig == "" && cfg.API.Master == "" {
 				return &usageError{errors.New("--manifests: one of --manifests, --kubeconfig and --master is required, or a file: render needs objects")}
 			}
-			if !slices.Contains([]string{"all", "ipv4", "ipv6"}, r.family) {
-				return &usageError{fmt.Errorf("--family: %q is not one of ipv4, ipv6, all", r.family)}
+			if err := oneOf("family", r.family, enumerated["family"]); err != nil {
+				return err
 			}
 			leftOut := 0
 			report := func(f source.Finding) {
-				fmt.Fprintf(cmd.ErrOrStderr(), "%s: %s\n", f.Severity, inspect.Printable(f.String()))
+				printFinding(cmd.ErrOrStderr(), f)
 				if f.LeftOut {
 					leftOut++
 				}

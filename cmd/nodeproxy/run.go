@@ -54,7 +54,7 @@ func runCommand() *cobra.Command {
 // stay in force in between.
 func runWatched(ctx context.Context, flags *config.Flags, cfg *config.Config) error {
 	ctx, cancel := context.WithCancel(ctx)
-	r := &reloads{claim: &claim{process: ctx}, front: newFront(), updates: make(chan update, 1)}
+	r := &reloads{claim: &claim{process: ctx}, front: newFront(), updates: make(chan update)}
 	defer r.claim.close()
 	defer r.front.close()
 	defer cancel()
@@ -66,7 +66,12 @@ func runWatched(ctx context.Context, flags *config.Flags, cfg *config.Config) er
 		return err
 	}
 	d.begin()
-	go flags.Watch(ctx, func(c *config.Config) { r.put(update{cfg: c}) }, func(err error) { r.put(update{err: err}) })
+	go flags.Watch(ctx, func(c *config.Config, err error) {
+		select {
+		case r.updates <- update{c, err}:
+		case <-ctx.Done():
+		}
+	})
 	return r.run(ctx, d)
 }
 

@@ -18,22 +18,18 @@ import (
 	"k8s.io/apimachinery/pkg/util/duration"
 
 	"nodeproxy/inspect"
-	"nodeproxy/source/apiserver"
 )
 
 // self is what this daemon knows about itself.
 func (d *daemon) self() inspect.Self {
 	s := inspect.Self{
 		Program: program(), Variant: d.backend.variant, Families: d.backend.Families(), Started: started, From: d.from,
-		Neighbours: d.neighbours.all(), Waited: d.monitor.node.OldestChange(),
+		Neighbours: d.neighbours.all(), Waited: d.monitor.node.OldestChange(), Watches: d.watches(),
 	}
 	for _, f := range d.families {
 		if !slices.Contains(s.Families, f) {
 			s.Unserved = append(s.Unserved, f)
 		}
-	}
-	if api, is := d.objects.(*apiserver.Source); is {
-		s.Watches = api.Watches()
 	}
 	for _, m := range d.monitor.node.Missing() {
 		s.Missing = append(s.Missing, inspect.Missing(m))
@@ -67,13 +63,12 @@ func statusCommand() *cobra.Command {
 Exit codes: 0 if nothing is wrong, 1 if something is, or no nodeproxy answers, 2 if the command line is wrong.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			s, err := inspect.NewClient(i.socket()).Status(cmd.Context())
+			s, err := i.client("").Status(cmd.Context())
 			if err != nil {
 				at, wrong := i.health()
 				if wrong != nil {
 					return wrong
 				}
-				err = unanswered(err, i.socket(), "")
 				if i.output == "" || i.output == "text" {
 					fmt.Fprintf(cmd.OutOrStdout(), "There is no answer: %s.\n\n", strings.TrimSuffix(err.Error(), "."))
 					writeFromOutside(cmd.Context(), cmd.OutOrStdout(), "/proc", at)
@@ -81,15 +76,7 @@ Exit codes: 0 if nothing is wrong, 1 if something is, or no nodeproxy answers, 2
 				}
 				return err
 			}
-			if err := i.print(cmd.OutOrStdout(), s, func(string) error {
-				return inspect.WriteStatus(cmd.OutOrStdout(), s)
-			}); err != nil {
-				return err
-			}
-			if len(s.Wrong) > 0 {
-				return errProblem
-			}
-			return nil
+			return i.show(cmd.OutOrStdout(), s, len(s.Wrong) > 0, func(string) error { return inspect.WriteStatus(cmd.OutOrStdout(), s) })
 		},
 	}
 	i.addAs(cmd, "status", "text, json or yaml")

@@ -22,9 +22,7 @@ func TestHistoryDaemon(t *testing.T) {
 	t.Parallel()
 	nstest.Enter(t)
 	a := newAsked(t)
-	if text, code := a.ask("history"); code != 1 || !strings.Contains(text, "no nodeproxy answers at "+a.socket) {
-		t.Errorf("without a daemon: exit code %d, %s", code, text)
-	}
+	a.says(1, "history", "no nodeproxy answers at "+a.socket)
 	a.write(inspectedService)
 	a.start()
 	eventually(t, "the first sync is there", func() bool { return len(a.history("web")) == 1 })
@@ -40,12 +38,8 @@ func TestHistoryDaemon(t *testing.T) {
 		change.Services[0] != (inspect.ServiceChange{Namespace: "default", Name: "web", Change: "changed", Ports: 1, EndpointsAdded: 1, EndpointsRemoved: 1}) {
 		t.Errorf("the change: %+v", change)
 	}
-	if text, code := a.ask("history", "none"); code != 0 || !strings.Contains(text, "No sync that is still known has changed Service default/none.") {
-		t.Errorf("another Service: exit code %d, %s", code, text)
-	}
-	if out, err := exec.Command("iptables-nft", "-t", "nat", "-F", "KUBE-SERVICES").CombinedOutput(); err != nil {
-		t.Fatalf("%v: %s", err, out)
-	}
+	a.says(0, "history none", "No sync that is still known has changed Service default/none.")
+	nstest.Exec(t, "iptables-nft", "-t", "nat", "-F", "KUBE-SERVICES")
 	eventually(t, "the damage is in the history", func() bool {
 		for _, s := range a.history("") {
 			if s.Drift > 0 && strings.Contains(s.DriftDetail, "KUBE-SERVICES") && s.Written["rule"] > 0 && why(s) == "drift" && s.Suspicion != "" {
@@ -54,9 +48,7 @@ func TestHistoryDaemon(t *testing.T) {
 		}
 		return false
 	})
-	if text, code := a.ask("history", "-o", "wide"); code != 0 || !strings.Contains(text, " changed by another program: ") || !strings.Contains(text, "repaired: ") || !strings.Contains(text, "default/web (new)") {
-		t.Errorf("wide: exit code %d, %s", code, text)
-	}
+	a.says(0, "history -o wide", " changed by another program: ", "repaired: ", "default/web (new)")
 }
 
 func why(s inspect.Sync) string {
@@ -80,12 +72,8 @@ func TestStatusDaemon(t *testing.T) {
 		text, code = a.ask("status")
 		return code == 0
 	})
-	for _, want := range []string{"Program      nodeproxy/", "Mode         iptables (nft), IPv4", "Ready        yes", "In sync      for ",
-		"Objects      1 Service, 1 ServicePort, 1 endpoint in use", "Source       " + a.manifests() + ", current", "why: ", "Nothing is wrong."} {
-		if !strings.Contains(text, want) {
-			t.Errorf("there is no %q in\n%s", want, text)
-		}
-	}
+	has(t, text, "Program      nodeproxy/", "Mode         iptables (nft), IPv4", "Ready        yes", "In sync      for ",
+		"Objects      1 Service, 1 ServicePort, 1 endpoint in use", "Source       "+a.manifests()+", current", "why: ", "Nothing is wrong.")
 	a.write(inspectedService + "---\n{")
 	eventually(t, "a manifest is broken", func() bool {
 		text, code := a.ask("status", "-o", "json")
@@ -102,30 +90,22 @@ func TestStatusFromOutside(t *testing.T) {
 	t.Parallel()
 	nstest.Enter(t)
 	a := newAsked(t)
-	if text, code := a.ask("status"); code != 1 || !strings.Contains(text, "There is no answer: no nodeproxy answers at "+a.socket) ||
-		!strings.Contains(text, "Nobody answers about the health of a proxy at 127.0.0.1:10256: ") || !strings.Contains(text, "What to do:") {
-		t.Errorf("exit code %d, %s", code, text)
-	}
+	a.says(1, "status", "There is no answer: no nodeproxy answers at "+a.socket,
+		"Nobody answers about the health of a proxy at 127.0.0.1:10256: ", "What to do:")
 	proc := t.TempDir()
 	for pid, name := range map[string]string{"7": "kube-proxy", "8": "bash"} {
 		if err := os.MkdirAll(filepath.Join(proc, pid), 0o755); err != nil {
 			t.Fatal(err)
 		}
-		if err := os.WriteFile(filepath.Join(proc, pid, "comm"), []byte(name+"\n"), 0o644); err != nil {
-			t.Fatal(err)
-		}
+		writeFile(t, filepath.Join(proc, pid, "comm"), name+"\n")
 	}
 	if got := proxies(proc); len(got) != 1 || got[0] != "7 (kube-proxy)" {
 		t.Errorf("processes: %q", got)
 	}
 	// One that answers at another socket, and is not ready.
-	if err := os.WriteFile(filepath.Join(a.manifests(), "broken.yaml"), []byte("{"), 0o644); err != nil {
-		t.Fatal(err)
-	}
+	writeFile(t, filepath.Join(a.manifests(), "broken.yaml"), "{")
 	file := filepath.Join(a.dir, "config.yaml")
-	if err := os.WriteFile(file, []byte("apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\nhealthzBindAddress: 0.0.0.0:10256\n"), 0o644); err != nil {
-		t.Fatal(err)
-	}
+	writeFile(t, file, "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\nhealthzBindAddress: 0.0.0.0:10256\n")
 	a.start("--socket=", "--healthz-bind-address=127.0.0.1:10256")
 	for _, args := range [][]string{{"status"}, {"status", "--config=" + file}, {"status", "--healthz-bind-address=127.0.0.1:10256"}} {
 		eventually(t, "its health says what is missing", func() bool {
@@ -134,16 +114,10 @@ func TestStatusFromOutside(t *testing.T) {
 		})
 	}
 	for _, elsewhere := range []string{"127.0.0.1:10257", "[::]:10257"} {
-		if text, code := a.ask("status", "--healthz-bind-address="+elsewhere); code != 1 || !strings.Contains(text, "Nobody answers about the health of a proxy at ") {
-			t.Errorf("at another port: exit code %d, %s", code, text)
-		}
+		a.says(1, "status --healthz-bind-address="+elsewhere, "Nobody answers about the health of a proxy at ")
 	}
-	if text, code := a.ask("status", "--healthz-bind-address="); code != 1 || !strings.Contains(text, "has no address at which to ask about health") {
-		t.Errorf("without a port for health: exit code %d, %s", code, text)
-	}
-	if text, code := a.ask("status", "--healthz-bind-address=nonsense"); code != 2 {
-		t.Errorf("a wrong address: exit code %d, %s", code, text)
-	}
+	a.says(1, "status --healthz-bind-address=", "has no address at which to ask about health")
+	a.says(2, "status --healthz-bind-address=nonsense")
 }
 
 // TestSupport: a bug report has the state of a running nodeproxy, nothing secret, and can only be read by its owner; without a nodeproxy, it
@@ -185,31 +159,23 @@ func TestSupport(t *testing.T) {
 		}
 	}
 	without := filepath.Join(a.dir, "without.tar.gz")
-	if text, code := a.ask("support", "-o", without); code != 0 || !strings.Contains(text, "  status.txt\n") || !strings.Contains(text, "Written to "+without) {
-		t.Errorf("exit code %d, %s", code, text)
-	}
+	a.says(0, "support -o "+without, "  status.txt\n", "Written to "+without)
 	if got := read(without); !strings.Contains(got["status.txt"], "no nodeproxy answers") || !strings.Contains(got["system.txt"], "== /proc/version\nLinux") || got["log.txt"] != "" {
 		t.Errorf("without a nodeproxy: %q", got)
 	}
 	a.start()
 	eventually(t, "web is programmed", func() bool { return len(a.history("web")) == 1 })
 	with := filepath.Join(a.dir, "with.tar.gz")
-	if text, code := a.ask("support", "-o", with); code != 0 {
-		t.Errorf("exit code %d, %s", code, text)
-	}
+	a.says(0, "support -o "+with)
 	got := read(with)
 	for file, want := range map[string]string{
 		"status.txt": "Mode         iptables (nft)", "services.json": `"name": "web"`, "findings.json": "[", "history.json": `"start"`, "config.json": "mode",
 		"metrics.txt": "nodeproxy_build_info", "log.txt": "in sync: the first sync", "iptables-nft.txt": "default/web", "version.txt": "\n",
 	} {
-		if !strings.Contains(got[file], want) {
-			t.Errorf("%s has no %q: %.2000s", file, want, got[file])
-		}
+		has(t, got[file], want)
 	}
-	for file, text := range got {
-		if strings.Contains(text, "hush-hush") {
-			t.Errorf("%s has an annotation", file)
-		}
+	for _, text := range got {
+		lacks(t, text, "hush-hush")
 	}
 	out, err := exec.Command("nodeproxy", "support", "-o", "-", "--socket="+a.socket).Output()
 	if z, zipErr := gzip.NewReader(bytes.NewReader(out)); err != nil || zipErr != nil {
@@ -218,25 +184,15 @@ func TestSupport(t *testing.T) {
 		t.Errorf("to standard output: %+v, %v", h, err)
 	}
 	hashed := filepath.Join(a.dir, "hashed.tar.gz")
-	if text, code := a.ask("support", "--hash-names", "-o", hashed); code != 0 || !strings.Contains(text, "names and addresses are replaced by hashes") {
-		t.Errorf("with hashes: exit code %d, %s", code, text)
-	}
+	a.says(0, "support --hash-names -o "+hashed, "names and addresses are replaced by hashes")
 	for file, text := range read(hashed) {
 		if strings.HasSuffix(file, ".json") && !json.Valid([]byte(text)) {
 			t.Errorf("with hashes, %s is no JSON", file)
 		}
-		for _, name := range []string{"default/web", `"web"`, "10.96.0.10", "10.244.1.5"} {
-			if strings.Contains(text, name) {
-				t.Errorf("with hashes, %s has %s", file, name)
-			}
-		}
+		lacks(t, text, "default/web", `"web"`, "10.96.0.10", "10.244.1.5")
 	}
-	if text, code := a.ask("support", "-o", "/sys/report.tar.gz"); code != 1 || !strings.Contains(text, "-o - writes the archive to standard output") {
-		t.Errorf("where nothing can be written: exit code %d, %s", code, text)
-	}
-	if text, code := a.ask("support", "-o", with); code != 1 || !strings.Contains(text, "file exists") {
-		t.Errorf("over a file that exists: exit code %d, %s", code, text)
-	}
+	a.says(1, "support -o /sys/report.tar.gz", "-o - writes the archive to standard output")
+	a.says(1, "support -o "+with, "file exists")
 }
 
 // TestLogTail: the log that is kept is bounded, and consists of whole lines, the last ones.

@@ -98,7 +98,7 @@ func supportCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			report := gather(cmd.Context(), inspect.NewClient(i.socket()), i.socket(), health)
+			report := gather(cmd.Context(), i.client(""), health)
 			has := "it has names and addresses of Services and endpoints"
 			if hash {
 				bugreport.HashNames(report)
@@ -122,16 +122,14 @@ func supportCommand() *cobra.Command {
 			return nil
 		},
 	}
-	i.flags.Add(cmd.Flags())
-	i.socket = func() string { return cmd.Flags().Lookup("socket").Value.String() }
-	refuseOthersAs(cmd, "status")
+	i.addFlags(cmd, "status")
 	cmd.Flags().BoolVar(&hash, "hash-names", false, "replace names and addresses by hashes")
 	cmd.Flags().StringVarP(&file, "output", "o", "", "file to write, which must not exist, or - for standard output; by default nodeproxy-support-TIME.tar.gz in the current directory")
 	return cmd
 }
 
 // gather collects a bug report. What can't be read is replaced by the reason.
-func gather(ctx context.Context, client *inspect.Client, socket string, health netip.AddrPort) []bugreport.File {
+func gather(ctx context.Context, client *inspect.Client, health netip.AddrPort) []bugreport.File {
 	var out []bugreport.File
 	add := func(name, text string) {
 		out = append(out, bugreport.File{Name: name, Text: bugreport.Redact(text)})
@@ -143,12 +141,9 @@ func gather(ctx context.Context, client *inspect.Client, socket string, health n
 		_ = inspect.WriteStatus(&text, status) // A Builder takes everything.
 		add("status.txt", text.String())
 		add("status.json", asJSON(status, nil))
-		services, err := client.ServicePorts(ctx, plan.Service{})
-		add("services.json", asJSON(services, err))
-		findings, err := client.Findings(ctx)
-		add("findings.json", asJSON(findings, err))
-		history, err := client.History(ctx, plan.Service{})
-		add("history.json", asJSON(history, err))
+		add("services.json", asJSON(client.ServicePorts(ctx, plan.Service{})))
+		add("findings.json", asJSON(client.Findings(ctx)))
+		add("history.json", asJSON(client.History(ctx, plan.Service{})))
 		files, err := client.Support(ctx)
 		if err != nil {
 			files = map[string]string{"config.json": err.Error()}
@@ -160,7 +155,7 @@ func gather(ctx context.Context, client *inspect.Client, socket string, health n
 		}
 	} else {
 		var text strings.Builder
-		fmt.Fprintf(&text, "%s\n\n", unanswered(err, socket, ""))
+		fmt.Fprintf(&text, "%s\n\n", err)
 		writeFromOutside(ctx, &text, "/proc", health)
 		add("status.txt", text.String())
 	}

@@ -5,7 +5,6 @@ import (
 	"log/slog"
 	"net"
 	"net/netip"
-	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -155,31 +154,33 @@ func (d *daemon) answerMeanwhile(ctx context.Context, running *sync.WaitGroup) *
 	d.metrics.Waiting(true)
 	node := health.NewNode(health.NodeConfig{Program: program(), Families: d.families, Answered: d.metrics.Answered})
 	// Most often it is the other proxy that has an address, which is no error now; once it has gone, the address is tried again.
-	healthz, debug := servings(d.cfg, "", d.metrics, node, nil, slog.New(slog.DiscardHandler))
-	for name, serving := range map[string]health.Serving{"healthz": healthz, "metrics": debug} {
-		serving.HardFail, serving.Addrs = false, reachable(serving.Addrs)
-		running.Go(func() { _ = health.NewServer(name).Run(ctx, serving) }) // Without HardFail, there is no error.
+	for _, serving := range servings(d.cfg, "", d.metrics, node, nil, slog.New(slog.DiscardHandler)) {
+		serving.Addrs = reachable(serving.Addrs[0])
+		server := health.NewServer("", program())
+		server.Serve(serving)
+		running.Go(func() {
+			<-ctx.Done()
+			server.Close()
+		})
 	}
 	return node
 }
 
-// reachable adds the host's own addresses to an unspecified one where another program prevents listening, if only by a socket at
-// one address, such as that of k3s at 127.0.0.1: the kubelet probes the node's address, and restarts a pod that does not answer.
-func reachable(addrs []netip.AddrPort) []netip.AddrPort {
-	out := slices.Clone(addrs)
-	for _, addr := range addrs {
-		if !addr.IsValid() || !addr.Addr().IsUnspecified() {
-			continue
-		}
-		if listener, err := net.Listen("tcp", addr.String()); err == nil {
-			_ = listener.Close()
-			continue
-		}
-		own, _ := host.Filter{}.Addresses(plan.Families[:]...) // If they can't be listed, the address itself is tried on.
-		for _, a := range own {
-			if a.Addr.IsGlobalUnicast() {
-				out = append(out, netip.AddrPortFrom(a.Addr, addr.Port()))
-			}
+// reachable returns an address, and with an unspecified one the host's own where another program prevents listening, if only by a socket
+// at one address, such as that of k3s at 127.0.0.1: the kubelet probes the node's address, and restarts a pod that does not answer.
+func reachable(addr netip.AddrPort) []netip.AddrPort {
+	out := []netip.AddrPort{addr}
+	if !addr.IsValid() || !addr.Addr().IsUnspecified() {
+		return out
+	}
+	if listener, err := net.Listen("tcp", addr.String()); err == nil {
+		_ = listener.Close()
+		return out
+	}
+	own, _ := host.Filter{}.Addresses(plan.Families[:]...) // If they can't be listed, the address itself is tried on.
+	for _, a := range own {
+		if a.Addr.IsGlobalUnicast() {
+			out = append(out, netip.AddrPortFrom(a.Addr, addr.Port()))
 		}
 	}
 	return out

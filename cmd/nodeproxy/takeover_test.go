@@ -36,27 +36,14 @@ func TestWatchOthers(t *testing.T) {
 	d.event = func(reason, _, text string) { events = append(events, reason+": "+text) }
 	looked, cancel := context.WithCancel(t.Context())
 	cancel() // It is looked once all the same.
-	runs := func() float64 {
-		t.Helper()
-		families, err := set.Gatherer().Gather()
-		if err != nil {
-			t.Fatal(err)
-		}
-		for _, f := range families {
-			if f.GetName() == "nodeproxy_other_proxy_runs" {
-				return f.GetMetric()[0].GetGauge().GetValue()
-			}
-		}
-		t.Fatal("there is no metric of it")
-		return 0
-	}
+	runs := func() string { return strings.Join(metric(set, "nodeproxy_other_proxy_runs"), "\n") }
 
 	other := fakeKubeProxy(t)
 	d.watchOthers(looked, &claim{forced: true}, 0)
 	d.cfg.TakeOver = true
 	d.watchOthers(looked, &claim{}, 0)
-	if log.Len() > 0 || events != nil || runs() != 0 {
-		t.Errorf("with --take-over, metric %v, events %q, log: %s", runs(), events, log)
+	if log.Len() > 0 || events != nil || runs() != "0" {
+		t.Errorf("with --take-over, metric %q, events %q, log: %s", runs(), events, log)
 	}
 
 	d.cfg.TakeOver = false
@@ -64,8 +51,8 @@ func TestWatchOthers(t *testing.T) {
 	defer cancel()
 	d.event = func(reason, _, text string) {
 		events = append(events, reason+": "+text)
-		if runs() != 1 {
-			t.Errorf("the metric is %v, want 1", runs())
+		if runs() != "1" {
+			t.Errorf("the metric is %q, want 1", runs())
 		}
 		_ = other.Process.Kill()
 	}
@@ -80,8 +67,8 @@ func TestWatchOthers(t *testing.T) {
 	if len(events) != 1 || !strings.HasPrefix(events[0], "OtherProxyRuns: ") || !strings.HasSuffix(events[0], who) {
 		t.Errorf("events are %q, want one of reason OtherProxyRuns that names %s", events, who)
 	}
-	if runs() != 0 || strings.Count(log.String(), "level=WARN") != 2 || strings.Count(log.String(), who) != 1 {
-		t.Errorf("after its end, the metric is %v; log: %s", runs(), log)
+	if runs() != "0" || strings.Count(log.String(), "level=WARN") != 2 || strings.Count(log.String(), who) != 1 {
+		t.Errorf("after its end, the metric is %q; log: %s", runs(), log)
 	}
 }
 

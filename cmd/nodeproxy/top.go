@@ -10,7 +10,6 @@ import (
 	"golang.org/x/term"
 
 	"nodeproxy/cmd/nodeproxy/top"
-	"nodeproxy/inspect"
 	"nodeproxy/plan"
 )
 
@@ -32,11 +31,11 @@ func topCommand() *cobra.Command {
 			if t.Count < 0 {
 				return &usageError{fmt.Errorf("--count: %d is below 0", t.Count)}
 			}
-			client := inspect.NewClient(i.socket())
+			client := i.client("")
 			t.Sample = func() top.Sample {
 				traffic, err := client.Traffic(cmd.Context())
 				if err != nil {
-					return top.Sample{Err: unanswered(err, i.socket(), "")}
+					return top.Sample{Err: err}
 				}
 				syncs, err := client.History(cmd.Context(), plan.Service{})
 				return top.Sample{Traffic: traffic, Syncs: syncs, Err: err}
@@ -50,7 +49,7 @@ func topCommand() *cobra.Command {
 			}
 			w := cmd.OutOrStdout()
 			return t.Print(cmd.Context(), func(s top.Sample, table func(io.Writer) error) error {
-				return i.print(w, s.Traffic, func(string) error { return table(w) })
+				return i.show(w, s.Traffic, false, func(string) error { return table(w) })
 			})
 		},
 	}

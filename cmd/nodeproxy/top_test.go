@@ -1,12 +1,11 @@
 package main
 
 import (
-	"bytes"
+	"io"
 	"os"
 	"os/exec"
 	"strconv"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 
@@ -14,18 +13,6 @@ import (
 
 	"nodeproxy/internal/nstest"
 )
-
-// screen collects what a program writes to a terminal.
-type screen struct {
-	mu   sync.Mutex
-	text bytes.Buffer
-}
-
-func (s *screen) has(what string) bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return strings.Contains(s.text.String(), what)
-}
 
 // terminal returns both ends of a terminal of 120 columns and 30 lines.
 func terminal(t *testing.T) (outer, inner *os.File) {
@@ -58,9 +45,7 @@ func TestTop(t *testing.T) {
 	// The endpoint is this node, where nobody listens: a connection that is refused is one that is counted.
 	nstest.Exec(t, "ip", "address", "add", "10.244.1.5/32", "dev", "lo")
 	nstest.Exec(t, "ip", "route", "add", "10.96.0.0/16", "dev", "lo")
-	if text, code := a.ask("top", "--count=1"); code == 0 || !strings.Contains(text, "no nodeproxy answers at "+a.socket) {
-		t.Errorf("without a daemon: exit code %d, %s", code, text)
-	}
+	a.says(1, "top --count=1", "no nodeproxy answers at "+a.socket)
 	a.start("--mode=nftables", "--metrics-bind-address=", "--healthz-bind-address=")
 	connect := func() { _ = exec.Command("curl", "--silent", "--max-time", "5", "http://10.96.0.10/").Run() } // It is refused.
 	eventually(t, "connections are counted", func() bool {
@@ -76,13 +61,13 @@ func TestTop(t *testing.T) {
 	outer, inner := terminal(t)
 	rows := uint16(30)
 	// repainted has all of the screen written anew, and reports whether something is on it.
-	shown := &screen{}
+	shown := &logged{}
 	repainted := func(what string) bool {
 		rows ^= 1
 		if err := unix.IoctlSetWinsize(int(outer.Fd()), unix.TIOCSWINSZ, &unix.Winsize{Row: rows, Col: 120}); err != nil {
 			t.Fatal(err)
 		}
-		return shown.has(what)
+		return strings.Contains(shown.String(), what)
 	}
 	cmd := exec.Command("nodeproxy", "top", "--interval=200ms", "--socket="+a.socket)
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = inner, inner, inner
@@ -98,18 +83,7 @@ func TestTop(t *testing.T) {
 	ended := make(chan error, 1)
 	go func() { ended <- cmd.Wait() }()
 	t.Cleanup(func() { _ = cmd.Process.Kill() })
-	go func() {
-		b := make([]byte, 4096)
-		for {
-			n, err := outer.Read(b)
-			shown.mu.Lock()
-			shown.text.Write(b[:n])
-			shown.mu.Unlock()
-			if err != nil {
-				return
-			}
-		}
-	}()
+	go func() { _, _ = io.Copy(shown, outer) }() // It ends with the terminal.
 	press := func(keys string) {
 		t.Helper()
 		if _, err := outer.WriteString(keys); err != nil {
@@ -136,7 +110,7 @@ func TestTop(t *testing.T) {
 	if err != nil {
 		t.Errorf("top ends with %v", err)
 	}
-	eventually(t, "the former screen is brought back", func() bool { return shown.has("\x1b[?1049l") })
+	eventually(t, "the former screen is brought back", func() bool { return strings.Contains(shown.String(), "\x1b[?1049l") })
 }
 
 // TestTerminalIsNotAsked: a command writes to a terminal what it has to say, and nothing that the terminal would have to answer first.

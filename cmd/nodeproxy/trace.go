@@ -1,7 +1,6 @@
 package main
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -34,13 +33,10 @@ func traceCommand() *cobra.Command {
 			"it (NAME.NAMESPACE.svc), which stands for its cluster IPs; or node, which stands for an address of this node. An IPv6 address with a\n" +
 			"port is in brackets. The port can be left out if there is only one.\n" + fmt.Sprintf(inspectHelp, "trace outside web"),
 		Args: func(cmd *cobra.Command, args []string) error {
-			switch {
-			case len(args) < 2:
+			if len(args) < 2 {
 				return &usageError{fmt.Errorf("FROM and TO are required: %s", cmd.UseLine())}
-			case len(args) > 2:
-				return &usageError{fmt.Errorf("%q: only FROM and TO can be given", args[2])}
 			}
-			return nil
+			return atMost(2, "FROM and TO")(cmd, args)
 		},
 		RunE: func(cmd *cobra.Command, args []string) error {
 			q := inspect.TraceQuery{From: args[0], To: args[1], Protocol: plan.Protocol(strings.ToUpper(protocol)), Namespace: i.namespace}
@@ -57,7 +53,12 @@ func traceCommand() *cobra.Command {
 				return err
 			}
 			t, err := from.Trace(cmd.Context(), q)
-			if err != nil {
+			var cant *inspect.TraceError
+			var refused *inspect.AnswerError
+			switch {
+			case errors.As(err, &cant), errors.As(err, &refused) && refused.BadRequest():
+				return &usageError{err}
+			case err != nil:
 				return err
 			}
 			if live.on {
@@ -65,23 +66,16 @@ func traceCommand() *cobra.Command {
 				if err != nil {
 					return err
 				}
-				err = i.print(cmd.OutOrStdout(), l, func(string) error { return inspect.WriteLive(cmd.OutOrStdout(), l) })
-				if err == nil {
-					err = i.judged(l.Problem())
-				}
-				return err
+				return i.show(cmd.OutOrStdout(), l, l.Problem(), func(string) error { return inspect.WriteLive(cmd.OutOrStdout(), l) })
 			}
-			if err := i.print(cmd.OutOrStdout(), t, func(string) error {
+			return i.show(cmd.OutOrStdout(), t, t.Problem(), func(string) error {
 				err := inspect.WriteTrace(cmd.OutOrStdout(), t)
-				if _, running := from.(daemonAnswers); running && err == nil {
+				if _, running := from.(*inspect.Client); running && err == nil {
 					_, err = fmt.Fprint(cmd.OutOrStdout(), "\nRules of other programs are not looked at here: --live follows real packets through them, and\n"+
 						"\"nodeproxy explain\" names those that drop.\n")
 				}
 				return err
-			}); err != nil {
-				return err
-			}
-			return i.judged(t.Problem())
+			})
 		},
 	}
 	i.addAs(cmd, "trace", "table, json or yaml")
@@ -96,24 +90,6 @@ func traceCommand() *cobra.Command {
 	cmd.Flags().IntVar(&live.most, "max-packets", 5, "with --live: how many connections to follow before it ends")
 	cmd.Flags().StringVarP(&protocol, "protocol", "p", "", "tcp, udp or sctp; by default that of the Service's port, or tcp")
 	return cmd
-}
-
-func (a ownAnswers) Trace(_ context.Context, q inspect.TraceQuery) (*inspect.Trace, error) {
-	t, err := a.node.Trace(q)
-	var cant *inspect.TraceError
-	if errors.As(err, &cant) {
-		err = &usageError{err}
-	}
-	return t, err
-}
-
-func (a daemonAnswers) Trace(ctx context.Context, q inspect.TraceQuery) (*inspect.Trace, error) {
-	t, err := a.client.Trace(ctx, q)
-	var cant *inspect.AnswerError
-	if errors.As(err, &cant) && cant.BadRequest() {
-		err = &usageError{err}
-	}
-	return t, a.advise(err)
 }
 
 // machineOf returns what makes the rules of a configuration's mode for a packet.

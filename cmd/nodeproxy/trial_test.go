@@ -21,10 +21,9 @@ func TestNothingIsReadForAModeThatCannotWork(t *testing.T) {
 	r := &reloads{front: newFront()}
 	try := r.try(t.Context(), cfg)
 	defer r.abandon(try)
-	if err := <-try.result(); err == nil || !strings.Contains(err.Error(), "mode ipvs can't work here") {
+	if err := <-try.done; err == nil || !strings.Contains(err.Error(), "mode ipvs can't work here") {
 		t.Fatalf("a scheduler that no kernel has: %v", err)
 	}
-	<-try.ended
 	try.daemon.stop()
 	if n := asked.Load(); n > 0 {
 		t.Errorf("the API server got %d requests", n)

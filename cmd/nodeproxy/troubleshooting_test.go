@@ -2,7 +2,6 @@ package main
 
 import (
 	"fmt"
-	"os"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -84,23 +83,7 @@ func TestTroubleshooting(t *testing.T) {
 		}
 	}
 	const file, begin, end = "../../docs/troubleshooting.md", "<!-- transcripts: TestTroubleshooting writes them -->\n", "\n<!-- end of transcripts -->\n"
-	raw, err := os.ReadFile(file)
-	if err != nil {
-		t.Fatal(err)
-	}
-	before, rest, found := strings.Cut(string(raw), begin)
-	_, after, ends := strings.Cut(rest, end)
-	if !found || !ends {
-		t.Fatal("the document lacks the lines around the transcripts")
-	}
-	want := before + begin + text.String() + end + after
-	if os.Getenv("UPDATE") != "" {
-		if err := os.WriteFile(file, []byte(want), 0o644); err != nil {
-			t.Fatal(err)
-		}
-	} else if want != string(raw) {
-		t.Error("docs/troubleshooting.md is not what explain says in the tests; UPDATE=1 go test -run TestTroubleshooting ./cmd/nodeproxy writes it")
-	}
+	documents(t, file, between(t, file, begin, end, text.String()))
 }
 
 // saysOf returns what explain says in a test.
@@ -109,11 +92,8 @@ func saysOf(t *testing.T, name string) string {
 	if text, is := onNode[name]; is {
 		return strings.TrimSpace(text)
 	}
-	raw, err := os.ReadFile(filepath.Join("testdata", "script", "explain-"+name+".txtar"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	_, want, found := strings.Cut(string(raw), "-- want --\n")
+	raw := readFile(t, filepath.Join("testdata", "script", "explain-"+name+".txtar"))
+	_, want, found := strings.Cut(raw, "-- want --\n")
 	if !found || !strings.Contains(want, "\nWhat ") {
 		t.Fatalf("scenario %s says nothing", name)
 	}

@@ -57,7 +57,10 @@ func TestPage(t *testing.T) {
 		code, _ := exec.Command("curl", "--silent", "--output", filepath.Join(t.TempDir(), "answer"), "--write-out", "%{http_code}", url+path).Output()
 		return string(code)
 	}
-	eventually(t, "the page is served", func() bool { return status("/ui/v1/services") == "200" })
+	eventually(t, "the first sync is told of", func() bool {
+		text, _ := curl(url + "/ui/v1/history")
+		return strings.Contains(text, `"name":"web"`)
+	})
 	for _, tt := range []struct {
 		fragment       string
 		want, unwanted []string
@@ -72,16 +75,8 @@ func TestPage(t *testing.T) {
 		{"#service=shop/wbe", []string{"did you mean shop/web?", "2 of 2 Service ports"}, []string{`class="frontend"`}},
 	} {
 		page := browse(t, url+"/ui/"+tt.fragment)
-		for _, want := range tt.want {
-			if !strings.Contains(page, want) {
-				t.Errorf("%q: there is no %q in %s", tt.fragment, want, page)
-			}
-		}
-		for _, unwanted := range append(tt.unwanted, "data-owned", "<img", "<script>") {
-			if strings.Contains(page, unwanted) {
-				t.Errorf("%q: there is %q in %s", tt.fragment, unwanted, page)
-			}
-		}
+		has(t, page, tt.want...)
+		lacks(t, page, append(tt.unwanted, "data-owned", "<img", "<script>")...)
 	}
 	if err := p.Process.Signal(os.Interrupt); err != nil {
 		t.Fatal(err)

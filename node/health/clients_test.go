@@ -19,16 +19,16 @@ import (
 // serverAt starts a server that answers as serving says, at an address of its own, until the test ends.
 func serverAt(t *testing.T, h http.Handler) (*Server, Serving) {
 	t.Helper()
-	return started(t, NewServer("test"), h)
+	return started(t, NewServer("test", ""), h)
 }
 
 func started(t *testing.T, s *Server, h http.Handler) (*Server, Serving) {
 	t.Helper()
-	serving := Serving{Handler: h, HardFail: true, Log: slog.New(slog.DiscardHandler)}
+	serving := Serving{Handler: h, Log: slog.New(slog.DiscardHandler)}
 	for try := 1; ; try++ { // Another test may take the address in between.
 		addr := freeAddress(t)
 		serving.Addrs = []netip.AddrPort{addr}
-		if err := s.Prepare(serving); err == nil {
+		if err := s.Prepare(addr); err == nil {
 			break
 		} else if try == 10 {
 			t.Fatal(err)
@@ -99,7 +99,7 @@ func TestClientsThatHoldConnections(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			var open, most atomic.Int64
-			s := NewServer("test")
+			s := NewServer("test", "")
 			limit := s.http.ConnState
 			s.http.ConnState = func(c net.Conn, state http.ConnState) {
 				switch limit(c, state); state {
@@ -158,9 +158,9 @@ func TestServerExchange(t *testing.T) {
 	for i := 0; i < 20 || asked.Load() < 100; i++ { // A busy machine asks slowly.
 		other := freeAddress(t)
 		said := fmt.Sprint("answer ", i)
-		next := Serving{Addrs: []netip.AddrPort{stays, other}, HardFail: true, Log: first.Log,
+		next := Serving{Addrs: []netip.AddrPort{stays, other}, Log: first.Log,
 			Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { writeText(w, said) })}
-		if err := s.Prepare(next); err != nil {
+		if err := s.Prepare(other); err != nil {
 			continue // Another test has taken the address.
 		}
 		s.Serve(next)
@@ -170,9 +170,7 @@ func TestServerExchange(t *testing.T) {
 			}
 		}
 		_, busy := taken(t)
-		bad := next
-		bad.Addrs = []netip.AddrPort{busy}
-		if err := s.Prepare(bad); err == nil {
+		if err := s.Prepare(busy); err == nil {
 			t.Error("a busy address is no error")
 		}
 		next.Addrs = next.Addrs[:1]

@@ -1,7 +1,6 @@
 package health
 
 import (
-	"context"
 	"fmt"
 	"log/slog"
 	"net/http"
@@ -133,20 +132,13 @@ func TestServerAtEveryAddress(t *testing.T) {
 	if !nstest.Process(t) {
 		return
 	}
-	serving := Serving{Addrs: []netip.AddrPort{netip.MustParseAddrPort("0.0.0.0:10256")}, Log: slog.New(slog.DiscardHandler),
-		Handler: http.HandlerFunc(pong)}
-	ctx, cancel := context.WithCancel(context.Background())
-	ended := make(chan error)
-	go func() { ended <- NewServer("healthz").Run(ctx, serving) }()
+	serve(t, Serving{Addrs: []netip.AddrPort{netip.MustParseAddrPort("0.0.0.0:10256")}, Log: slog.New(slog.DiscardHandler),
+		Handler: http.HandlerFunc(pong)})
 	for _, host := range []string{"127.0.0.1", "[::1]"} {
 		eventually(t, host+" answers", func() bool {
 			_, _, body, err := get("http://" + host + ":10256/")
 			return err == nil && body == "ok"
 		})
-	}
-	cancel()
-	if err := <-ended; err != nil {
-		t.Error(err)
 	}
 }
 

@@ -92,7 +92,7 @@ func newPort(svc plan.Service, number uint16, cfg ServicesConfig, c *connections
 	p := &port{service: svc, number: number, cfg: cfg, open: map[listenAt]*socket{}}
 	p.server = newHTTPServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		p.answer(w, familyOf(r), cfg.Healthy())
-	}), c, func() string { return cfg.Program }, func() *slog.Logger { return cfg.Log })
+	}), c, cfg.Program, slog.Default)
 	return p
 }
 
@@ -147,7 +147,7 @@ func (p *port) closeExcept(at []listenAt) {
 	for where, s := range p.open {
 		select {
 		case <-s.ended:
-			p.cfg.Log.Warn("a health check node port stopped listening; it is retried", "service", p.service, "port", p.number,
+			slog.Warn("a health check node port stopped listening; it is retried", "service", p.service, "port", p.number,
 				"error", s.err)
 		default:
 			if slices.Contains(at, where) {

@@ -2,7 +2,6 @@ package health
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log"
 	"log/slog"
@@ -27,11 +26,7 @@ type Serving struct {
 	// zero AddrPort is ignored.
 	Addrs   []netip.AddrPort
 	Handler http.Handler
-	// Program, with its version, such as nodeproxy/1.0, is the header Server of each answer; "" for none.
-	Program string
-	// HardFail makes an address that can't be bound an error. Otherwise it is logged and retried.
-	HardFail bool
-	Log      *slog.Logger
+	Log     *slog.Logger
 }
 
 // Server serves HTTP. Its addresses and its handler can be replaced while it serves: connections stay open, and an address that
@@ -75,32 +70,26 @@ type place struct {
 	done   chan struct{}
 }
 
-// NewServer returns a server that does not listen yet. Messages use its name, such as healthz.
-func NewServer(name string) *Server {
+// NewServer returns a server that does not listen yet. Messages use its name, such as healthz. program, with its version, such as
+// nodeproxy/1.0, is the header Server of each answer; "" for none.
+func NewServer(name, program string) *Server {
 	s := &Server{name: name, places: map[netip.AddrPort]*place{}, prepared: map[netip.AddrPort]net.Listener{}, failing: map[netip.AddrPort]string{}}
 	answer := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { s.serving.Load().Handler.ServeHTTP(w, r) })
-	s.http = newHTTPServer(answer, newConnections(mostConnections), func() string { return s.serving.Load().Program },
-		func() *slog.Logger { return s.serving.Load().Log })
+	s.http = newHTTPServer(answer, newConnections(mostConnections), program, func() *slog.Logger { return s.serving.Load().Log })
 	return s
 }
 
-var errBind = errors.New("can't listen on the address")
-
-// Prepare opens the addresses of next that are not open yet. Connections are not answered before Serve; Discard closes the
-// listeners again. With HardFail, an address that can't be opened is an error, and nothing changes.
-func (s *Server) Prepare(next Serving) error {
-	for _, addr := range next.Addrs {
-		if !addr.IsValid() || s.places[addr] != nil || s.prepared[addr] != nil || s.overlaps(addr) {
-			continue
-		}
-		listener, err := net.Listen("tcp", addr.String())
-		if err == nil {
-			s.prepared[addr] = listener
-		} else if next.HardFail {
-			s.Discard()
-			return fmt.Errorf("%s server at %s: %w: %w", s.name, addr, errBind, err)
-		}
+// Prepare opens an address that is to be served, unless it is open already. Connections are not answered before Serve; Discard closes
+// the listener again. Without Prepare, or where it fails, Serve goes on trying.
+func (s *Server) Prepare(addr netip.AddrPort) error {
+	if !addr.IsValid() || s.places[addr] != nil || s.prepared[addr] != nil || s.overlaps(addr) {
+		return nil
 	}
+	listener, err := net.Listen("tcp", addr.String())
+	if err != nil {
+		return fmt.Errorf("%s server at %s: can't listen on the address: %w", s.name, addr, err)
+	}
+	s.prepared[addr] = listener
 	return nil
 }
 
@@ -166,18 +155,6 @@ func (s *Server) Close() {
 	clear(s.places)
 }
 
-// Run serves until ctx ends, and then returns nil. With HardFail, it returns an error if an address can't be bound, and serves at
-// none.
-func (s *Server) Run(ctx context.Context, serving Serving) error {
-	defer s.Close()
-	if err := s.Prepare(serving); err != nil {
-		return err
-	}
-	s.Serve(serving)
-	<-ctx.Done()
-	return nil
-}
-
 // serve listens on one address until ctx ends. listener is the first listener, if it is open already.
 func (s *Server) serve(ctx context.Context, addr netip.AddrPort, listener net.Listener) {
 	defer s.setFailing(addr, "")
@@ -227,7 +204,7 @@ const (
 
 // newHTTPServer returns a server that clients can't block by sending or reading slowly, nor by many connections. It names the program in
 // each answer, as either may answer where two proxies share a port. Its messages about clients go to the log.
-func newHTTPServer(h http.Handler, c *connections, program func() string, logger func() *slog.Logger) *http.Server {
+func newHTTPServer(h http.Handler, c *connections, program string, logger func() *slog.Logger) *http.Server {
 	return &http.Server{
 		Handler: onlyAnswers(h, program), ReadTimeout: requestTimeout, IdleTimeout: idleTimeout, MaxHeaderBytes: headerBytes,
 		ConnState: c.changed, ErrorLog: log.New(debugWriter(logger), "", 0),
@@ -244,10 +221,10 @@ func (w debugWriter) Write(p []byte) (int, error) {
 
 // onlyAnswers accepts GET and HEAD only, and reads no request's body. The client must read the answer within answerTimeout, except
 // for profiles, which take as long as the request asks for.
-func onlyAnswers(h http.Handler, program func() string) http.Handler {
+func onlyAnswers(h http.Handler, program string) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if p := program(); p != "" {
-			w.Header().Set("Server", p)
+		if program != "" {
+			w.Header().Set("Server", program)
 		}
 		conn := http.NewResponseController(w)
 		deadline := time.Now().Add(answerTimeout)

@@ -2,7 +2,6 @@ package health
 
 import (
 	"bytes"
-	"context"
 	"fmt"
 	"io"
 	"log/slog"
@@ -68,6 +67,15 @@ func taken(t *testing.T) (net.Listener, netip.AddrPort) {
 	return l, netip.MustParseAddrPort(l.Addr().String())
 }
 
+// serve runs a server until the test ends.
+func serve(t *testing.T, serving Serving) *Server {
+	t.Helper()
+	s := NewServer("healthz", "")
+	s.Serve(serving)
+	t.Cleanup(s.Close)
+	return s
+}
+
 func TestServerTakesAnAddressOnceItIsFree(t *testing.T) {
 	t.Parallel()
 	other, addr := taken(t)
@@ -75,9 +83,7 @@ func TestServerTakesAnAddressOnceItIsFree(t *testing.T) {
 	freeAddr := freeAddress(t)
 	serving := Serving{Addrs: []netip.AddrPort{addr, {}, freeAddr}, Handler: http.HandlerFunc(pong),
 		Log: slog.New(slog.NewTextHandler(log, nil))}
-	ctx, cancel := context.WithCancel(context.Background())
-	ended := make(chan error, 1)
-	go func() { ended <- NewServer("healthz").Run(ctx, serving) }()
+	s := serve(t, serving)
 	answers := func(at netip.AddrPort) func() bool {
 		return func() bool {
 			code, _, body, err := get(fmt.Sprintf("http://%s/", at))
@@ -92,10 +98,7 @@ func TestServerTakesAnAddressOnceItIsFree(t *testing.T) {
 	}
 	other.Close()
 	eventually(t, "the other address answers", answers(addr))
-	cancel()
-	if err := <-ended; err != nil {
-		t.Errorf("at the end: %v", err)
-	}
+	s.Close()
 	for _, a := range []netip.AddrPort{addr, freeAddr} {
 		if _, _, _, err := get(fmt.Sprintf("http://%s/", a)); err == nil {
 			t.Errorf("%s answers after the end", a)
@@ -103,12 +106,10 @@ func TestServerTakesAnAddressOnceItIsFree(t *testing.T) {
 	}
 }
 
-func TestServerHardFail(t *testing.T) {
+func TestPrepareFails(t *testing.T) {
 	t.Parallel()
 	_, addr := taken(t)
-	serving := Serving{Addrs: []netip.AddrPort{addr}, Handler: http.HandlerFunc(pong), HardFail: true,
-		Log: slog.New(slog.DiscardHandler)}
-	err := NewServer("metrics").Run(context.Background(), serving)
+	err := NewServer("metrics", "").Prepare(addr)
 	want := "metrics server at " + addr.String() + ": can't listen on the address: "
 	if err == nil || !strings.HasPrefix(err.Error(), want) || !strings.Contains(err.Error(), "address already in use") {
 		t.Errorf("error is %v, want %s…", err, want)
@@ -169,10 +170,10 @@ func TestAnswersNameProgram(t *testing.T) {
 	t.Parallel()
 	const program = "nodeproxy/1.2"
 	addr := freeAddress(t)
-	s := NewServer("healthz")
+	s := NewServer("healthz", program)
 	t.Cleanup(s.Close)
 	node := NewNode(NodeConfig{Program: program})
-	s.Serve(Serving{Addrs: []netip.AddrPort{addr}, Handler: node.Handler(), Program: program, Log: slog.New(slog.DiscardHandler)})
+	s.Serve(Serving{Addrs: []netip.AddrPort{addr}, Handler: node.Handler(), Log: slog.New(slog.DiscardHandler)})
 	eventually(t, "it answers", func() bool { _, _, _, err := get("http://" + addr.String()); return err == nil })
 	for path, code := range map[string]int{"/healthz": 503, "/livez": 200, "/readyz": 503, "/elsewhere": 404} {
 		c, header, body, err := get("http://" + addr.String() + path)

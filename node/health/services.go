@@ -35,10 +35,8 @@ type ServicesConfig struct {
 	Program string
 	// NotNode names interfaces whose addresses belong to Services and not to the node, such as kube-ipvs0.
 	NotNode []string
-	// Report receives findings for the owners of Services.
+	// Report receives findings for the owners of Services. What concerns the node as a whole is logged by default.
 	Report source.Report
-	// Log receives what concerns the node as a whole.
-	Log *slog.Logger
 }
 
 // Services serves the health check node port of each Service that has one: there a load balancer asks whether this node has
@@ -174,7 +172,7 @@ func (s *Services) reconcile() {
 		var err error
 		if host, err = s.host.list(); err != nil {
 			if s.unlisted != err.Error() {
-				s.cfg.Log.Warn("health check node ports do not follow this host's addresses for now; they are asked for again",
+				slog.Warn("health check node ports do not follow this host's addresses for now; they are asked for again",
 					"error", err)
 			}
 			s.unlisted = err.Error()

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"net"
 	"net/netip"
 	"os"
@@ -61,7 +60,7 @@ type live struct {
 func newLive(t testing.TB, settings plan.Settings, change ...func(*Services)) *live {
 	b := &live{t: t, plan: plan.New(plan.Node{Name: "me"}, settings)}
 	b.healthy.Store(true)
-	b.Services = NewServices(ServicesConfig{Healthy: b.healthy.Load, Log: slog.New(slog.DiscardHandler),
+	b.Services = NewServices(ServicesConfig{Healthy: b.healthy.Load,
 		Report: func(f source.Finding) {
 			b.mu.Lock()
 			defer b.mu.Unlock()
@@ -147,7 +146,7 @@ func freeAddress(t testing.TB) netip.AddrPort {
 
 // newServices returns a Services that a test runs step by step, and that is to report nothing.
 func newServices(t testing.TB) *Services {
-	s := NewServices(ServicesConfig{Healthy: func() bool { return true }, Log: slog.New(slog.DiscardHandler),
+	s := NewServices(ServicesConfig{Healthy: func() bool { return true },
 		Report: func(f source.Finding) { t.Error(f) }})
 	t.Cleanup(s.closeAll)
 	return s

@@ -151,29 +151,24 @@ func (a *anonymizer) apply(text string) string {
 		i := strings.LastIndexByte(chain, '-')
 		return chain[:i+1] + a.hashed(chain, 16)
 	})
-	var out strings.Builder
-	last := 0
-	for _, at := range escapes.FindAllStringIndex(text, -1) { // In a URL: they are no part of the name behind them.
-		a.replace(&out, text[last:at[0]])
-		out.WriteString(text[at[0]:at[1]])
-		last = at[1]
-	}
-	a.replace(&out, text[last:])
-	return out.String()
+	inText := func(text string) string { return words.ReplaceAllStringFunc(text, a.words) }
+	// In a URL, escapes are no part of the name behind them.
+	return replace(text, escapes, func(escape string) (string, bool) { return escape, true }, func(text string) string {
+		return replace(text, addresses, func(found string) (string, bool) { hashed := a.address(found); return hashed, hashed != found }, inText)
+	})
 }
 
-// replace writes a text without escapes, its names and addresses replaced.
-func (a *anonymizer) replace(out *strings.Builder, text string) {
+// replace replaces what matches an expression and what is between that. Where match returns false, it is a part of what is between.
+func replace(text string, what *regexp.Regexp, match func(string) (string, bool), between func(string) string) string {
+	var out strings.Builder
 	last := 0
-	for _, at := range addresses.FindAllStringIndex(text, -1) {
-		found := text[at[0]:at[1]]
-		if hashed := a.address(found); hashed != found {
-			out.WriteString(words.ReplaceAllStringFunc(text[last:at[0]], a.words))
-			out.WriteString(hashed)
+	for _, at := range what.FindAllStringIndex(text, -1) {
+		if put, is := match(text[at[0]:at[1]]); is {
+			out.WriteString(between(text[last:at[0]]) + put)
 			last = at[1]
 		}
 	}
-	out.WriteString(words.ReplaceAllStringFunc(text[last:], a.words))
+	return out.String() + between(text[last:])
 }
 
 // applyJSON replaces the names and addresses in the strings of JSON, but not the keys that are those of fields.

@@ -60,12 +60,7 @@ func ratesOf(before, now *inspect.Traffic) []row {
 	}
 	var rows []row
 	for _, p := range now.Ports {
-		then, ok := known[identity(p)]
-		if !ok && before != nil { // A new one, whose counters began at zero.
-			then = inspect.PortTraffic{}
-		} else if !ok {
-			then = p
-		}
+		then := known[identity(p)] // A new one's counters began at zero.
 		rows = append(rows, row{
 			p, rate(then.Connections, p.Connections),
 			rate(sum(then.PacketsIn, then.PacketsOut), sum(p.PacketsIn, p.PacketsOut)), rate(sum(then.BytesIn, then.BytesOut), sum(p.BytesIn, p.BytesOut)),
@@ -119,21 +114,18 @@ func (v *view) rows() []row {
 // traffic returns a table of rows, without the columns that the mode does not count.
 func (v *view) traffic(rows []row) string {
 	header := "NAMESPACE NAME PORT FAMILY"
-	columns := []struct {
+	type column struct {
 		title string
 		cell  func(row) float64
 		show  func(float64) string
-	}{
+	}
+	columns := []column{
 		{"CONN/s", func(r row) float64 { return r.connections }, perSecond},
 		{"PACKETS/s", func(r row) float64 { return r.packets }, perSecond},
 		{"BYTES/s", func(r row) float64 { return r.bytes }, byteCount},
 		{"CONNECTIONS", func(r row) float64 { return float64(r.Connections) }, func(n float64) string { return fmt.Sprintf("%.0f", n) }},
 	}
-	columns = slices.DeleteFunc(columns, func(c struct {
-		title string
-		cell  func(row) float64
-		show  func(float64) string
-	}) bool {
+	columns = slices.DeleteFunc(columns, func(c column) bool {
 		return len(rows) > 0 && !slices.ContainsFunc(rows, func(r row) bool { return c.cell(r) >= 0 })
 	})
 	for _, c := range columns {
