@@ -6,6 +6,8 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+
+	proxyconfig "k8s.io/kube-proxy/config/v1alpha1"
 )
 
 // A mode is what this package has to know about a proxy mode.
@@ -16,20 +18,20 @@ type mode struct {
 	// serviceMetrics is the default of --service-metrics.
 	serviceMetrics int
 	// complete takes over settings from the mode's own section of the file, and resets those that the mode can't honour.
-	complete func(*Config)
+	complete func(*Config, *proxyconfig.KubeProxyConfiguration)
 }
 
 const modeNFTables = "nftables"
 
 var modes = []mode{
-	{name: "iptables", complete: func(*Config) {}},
-	{name: "ipvs", gate: "KubeProxyIPVS", serviceMetrics: 1000, complete: func(c *Config) {
-		c.SyncPeriod, c.MinSyncPeriod = c.IPVS.SyncPeriod, c.IPVS.MinSyncPeriod
+	{name: "iptables", complete: func(*Config, *proxyconfig.KubeProxyConfiguration) {}},
+	{name: "ipvs", gate: "KubeProxyIPVS", serviceMetrics: 1000, complete: func(c *Config, kp *proxyconfig.KubeProxyConfiguration) {
+		c.SyncPeriod, c.MinSyncPeriod = kp.IPVS.SyncPeriod.Duration, kp.IPVS.MinSyncPeriod.Duration
 		c.Settings.LocalhostNodePorts = false // IPVS drops what leaves the node with a loopback address.
 	}},
-	{name: modeNFTables, serviceMetrics: 1000, complete: func(c *Config) {
-		c.SyncPeriod, c.MinSyncPeriod = c.NFTables.SyncPeriod, c.NFTables.MinSyncPeriod
-		c.MasqueradeBit, c.Settings.MasqueradeAll = c.NFTables.MasqueradeBit, c.NFTables.MasqueradeAll
+	{name: modeNFTables, serviceMetrics: 1000, complete: func(c *Config, kp *proxyconfig.KubeProxyConfiguration) {
+		c.SyncPeriod, c.MinSyncPeriod = kp.NFTables.SyncPeriod.Duration, kp.NFTables.MinSyncPeriod.Duration
+		c.MasqueradeBit, c.Settings.MasqueradeAll = int(*kp.NFTables.MasqueradeBit), kp.NFTables.MasqueradeAll
 		c.Settings.LocalhostNodePorts = false // as in kube-proxy's mode of this name
 		if at := &c.Settings.NodePortAddresses; len(at.CIDRs) == 0 {
 			at.Primary = true // as in kube-proxy's mode of this name
@@ -54,7 +56,7 @@ func modeNamed(name string) (m mode, known bool) {
 	if i := slices.IndexFunc(modes, func(m mode) bool { return m.name == name }); i >= 0 {
 		return modes[i], true
 	}
-	return mode{name: name, complete: func(*Config) {}}, false
+	return mode{name: name, complete: func(*Config, *proxyconfig.KubeProxyConfiguration) {}}, false
 }
 
 // mode validates the mode and how nodeproxy runs. It returns the mode's entry, without any effect if the mode is unknown.
