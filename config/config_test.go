@@ -8,21 +8,13 @@ import (
 	"testing"
 	"time"
 
-	"github.com/spf13/pflag"
-
 	"nodeproxy/plan"
 )
 
 // parse reads a command line. --manifests and --node-name are given, so that a case needs no more than what it is about.
 func parse(t *testing.T, args ...string) (*Config, error) {
 	t.Helper()
-	var f Flags
-	fs := pflag.NewFlagSet("nodeproxy", pflag.ContinueOnError)
-	f.Add(fs)
-	if err := fs.Parse(append([]string{"--manifests=m", "--node-name=node1"}, args...)); err != nil {
-		t.Fatal(err)
-	}
-	return f.Config()
+	return flagsOf(t, append([]string{"--manifests=m", "--node-name=node1"}, args...)...).Config()
 }
 
 func prefixes(texts ...string) []netip.Prefix {

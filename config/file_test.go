@@ -42,6 +42,17 @@ func flagsOf(t *testing.T, args ...string) *Flags {
 	return f
 }
 
+// must returns a function for a value that there has to be.
+func must[T any](v T, err error) func(*testing.T) T {
+	return func(t *testing.T) T {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return v
+	}
+}
+
 // nested is a file that gives one field a value.
 func nested(field, value string) string {
 	out, indent := "", ""
@@ -198,10 +209,7 @@ func TestEveryFieldOfTheFile(t *testing.T) {
 			if tc.field != "hostnameOverride" {
 				args = append(args, "--node-name=node1")
 			}
-			got, err := flagsOf(t, args...).Config()
-			if err != nil {
-				t.Fatal(err)
-			}
+			got := must(flagsOf(t, args...).Config())(t)
 			want := defaults()
 			if strings.HasPrefix(tc.field, "clientConnection.kubeconfig") {
 				want.Manifests, want.ServiceCIDRsGiven, want.Settings.ServiceCIDRs = "", false, nil
@@ -247,10 +255,7 @@ func TestListsOfGaps(t *testing.T) {
 // TestKubeadm: what kubeadm writes starts nodeproxy as it starts kube-proxy, and nothing in it calls for a warning.
 func TestKubeadm(t *testing.T) {
 	t.Parallel()
-	got, err := flagsOf(t, "--config=testdata/kubeadm.yaml", "--hostname-override=Node1").Config()
-	if err != nil {
-		t.Fatal(err)
-	}
+	got := must(flagsOf(t, "--config=testdata/kubeadm.yaml", "--hostname-override=Node1").Config())(t)
 	want := defaults()
 	want.Manifests, want.ServiceCIDRsGiven, want.Settings.ServiceCIDRs = "", false, nil
 	want.API.Kubeconfig = "/var/lib/kube-proxy/kubeconfig.conf"
@@ -264,10 +269,7 @@ func TestKubeadm(t *testing.T) {
 // TestKubeProxysDefaults as kube-proxy 1.36 writes them are ours, but for the period that it waits between two syncs.
 func TestKubeProxysDefaults(t *testing.T) {
 	t.Parallel()
-	got, err := flagsOf(t, "--config=testdata/kube-proxy-1.36.yaml", "--node-name=node1", "--manifests=m").Config()
-	if err != nil {
-		t.Fatal(err)
-	}
+	got := must(flagsOf(t, "--config=testdata/kube-proxy-1.36.yaml", "--node-name=node1", "--manifests=m").Config())(t)
 	want := defaults()
 	want.MinSyncPeriod = time.Second
 	var ignored []string
