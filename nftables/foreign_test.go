@@ -486,7 +486,7 @@ func FuzzElement(f *testing.F) {
 			_ = s.placesFound(&plan.ServicePort{})
 			_ = rangesByFrontend(family, s.have)
 			_ = e.keptFor([]*plan.ServicePort{{}}, s.have)
-			_ = fmt.Sprint(e.difference(i, nil, &v))
+			_ = fmt.Sprint(e.differences([]write{{id: i, had: &v}}))
 		}
 	})
 }
