@@ -90,16 +90,13 @@ func (e *Effective) finding(severity source.Severity, field, detail, effect stri
 
 // saidFields returns the fields that the file or a flag sets, in order.
 func (e *Effective) saidFields() []string {
-	said := map[string]bool{}
-	for field := range e.given {
-		said[field] = !strings.HasPrefix(field, "--")
-	}
+	said := slices.Collect(maps.Keys(e.given))
 	if e.doc != nil {
-		for field := range e.doc.lines {
-			said[field] = true
-		}
+		said = slices.AppendSeq(said, maps.Keys(e.doc.lines))
 	}
-	return slices.DeleteFunc(slices.Sorted(maps.Keys(said)), func(field string) bool { return !said[field] })
+	said = slices.DeleteFunc(said, func(field string) bool { return strings.HasPrefix(field, "--") })
+	slices.Sort(said)
+	return slices.Compact(said)
 }
 
 // override is the value of one field in the file and by a flag.
