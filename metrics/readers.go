@@ -56,7 +56,7 @@ func (s *Set) CollectHealthCheckNodePorts(read func() (all, failing int)) {
 // tracking took them for invalid, and those that were accepted for node ports at loopback addresses. What is nil is left
 // out. They are called at each scrape; an error is logged, and the metric left out of that scrape. It must be called only once.
 func (s *Set) CollectPacketCounters(invalidDropped, localhostNodePorts func() (uint64, error)) {
-	if !s.has.chains {
+	if s.cfg.Mode != iptables {
 		return
 	}
 	for _, c := range []struct {

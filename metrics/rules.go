@@ -23,20 +23,20 @@ type ruleMetrics struct {
 func newRuleMetrics(s *Set) *ruleMetrics {
 	const family = "ip_family"
 	m := &ruleMetrics{
-		restoreFailures: s.where(s.has.restores).counterVec("kubeproxy_sync_proxy_rules_iptables_restore_failures_total",
+		restoreFailures: s.in(iptables, ipvs).counterVec("kubeproxy_sync_proxy_rules_iptables_restore_failures_total",
 			"Runs of iptables-restore that failed.", family),
-		partialFailures: s.where(s.has.chains).counterVec("kubeproxy_sync_proxy_rules_iptables_partial_restore_failures_total",
+		partialFailures: s.in(iptables).counterVec("kubeproxy_sync_proxy_rules_iptables_partial_restore_failures_total",
 			"Runs of iptables-restore for single changes that failed, so that everything was compared anew; they are among all failures too.", family),
-		last: s.where(s.has.chains).gaugeVec("kubeproxy_sync_proxy_rules_iptables_last", "Rules of iptables that the last sync wrote.", "table", family),
-		nftSyncFailures: s.where(s.has.transactions).counterVec("kubeproxy_sync_proxy_rules_nftables_sync_failures_total",
+		last: s.in(iptables).gaugeVec("kubeproxy_sync_proxy_rules_iptables_last", "Rules of iptables that the last sync wrote.", "table", family),
+		nftSyncFailures: s.in(nftables).counterVec("kubeproxy_sync_proxy_rules_nftables_sync_failures_total",
 			"Transactions of nftables that failed.", family),
-		nftCleanups: s.where(s.has.transactions).counterVec("kubeproxy_sync_proxy_rules_nftables_cleanup_failures_total",
+		nftCleanups: s.in(nftables).counterVec("kubeproxy_sync_proxy_rules_nftables_cleanup_failures_total",
 			"Removals of nftables objects that nothing wants any more which failed.", family),
-		clients: s.where(s.has.transactions).gaugeVec("nodeproxy_affinity_clients",
+		clients: s.in(nftables).gaugeVec("nodeproxy_affinity_clients",
 			"Clients that session affinity remembers in each of its maps, of at most 131,072, at the last comparison, if the kernel tells, as Linux 6.18 does.",
 			family, "share"),
 	}
-	if s.has.chains {
+	if s.cfg.Mode == iptables {
 		total := newMetric(prometheus.UntypedValue, "kubeproxy_sync_proxy_rules_iptables_total",
 			"Rules of iptables that belong to this program. It may fall.", "table", family)
 		s.registry.MustRegister(collector{[]metric{total}, func(ch chan<- prometheus.Metric) {

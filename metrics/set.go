@@ -44,7 +44,6 @@ type Config struct {
 type Set struct {
 	factory
 	cfg      Config
-	has      features // of the mode
 	registry *prometheus.Registry
 
 	syncs    *syncMetrics
@@ -68,7 +67,7 @@ func New(cfg Config) *Set {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
-	s := &Set{cfg: cfg, has: modes[cfg.Mode], registry: prometheus.NewRegistry()}
+	s := &Set{cfg: cfg, registry: prometheus.NewRegistry()}
 	s.factory = factory{promauto.With(s.registry)}
 	s.registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	s.slis = newHealthMetrics()
@@ -158,15 +157,15 @@ func number(yes bool) float64 {
 	return 0
 }
 
-// factory makes metrics, and registers them.
+// factory makes metrics, and registers them. The zero factory does not register them.
 type factory struct{ make promauto.Factory }
 
-// where returns a factory whose metrics are shown only if shown is true.
-func (f factory) where(shown bool) factory {
-	if shown {
-		return f
+// in returns what makes metrics that only some modes have. In the others, they are not registered.
+func (s *Set) in(modes ...string) factory {
+	if slices.Contains(modes, s.cfg.Mode) {
+		return s.factory
 	}
-	return factory{promauto.With(nil)}
+	return factory{}
 }
 
 func (f factory) counterVec(name, help string, labels ...string) *prometheus.CounterVec {

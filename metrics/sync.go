@@ -48,9 +48,9 @@ func newSyncMetrics(s *Set) *syncMetrics {
 	const family = "ip_family"
 	m := &syncMetrics{
 		duration: s.histogramVec("kubeproxy_sync_proxy_rules_duration_seconds", "Duration of syncs.", syncBuckets, family),
-		full: s.where(s.has.partialSyncs).histogramVec("kubeproxy_sync_full_proxy_rules_duration_seconds",
+		full: s.in(iptables, nftables).histogramVec("kubeproxy_sync_full_proxy_rules_duration_seconds",
 			"Duration of syncs that compared everything with the kernel.", syncBuckets, family),
-		partial: s.where(s.has.partialSyncs).histogramVec("kubeproxy_sync_partial_proxy_rules_duration_seconds",
+		partial: s.in(iptables, nftables).histogramVec("kubeproxy_sync_partial_proxy_rules_duration_seconds",
 			"Duration of syncs that wrote only what had changed.", syncBuckets, family),
 		programming: s.histogramVec("kubeproxy_network_programming_duration_seconds",
 			"Time from a change of a Service or pod to its being in the kernel's rules.", programmingBuckets, family),
