@@ -69,7 +69,7 @@ func (e *Effective) validate(toRun bool) (*Config, error) {
 	if own.manifests != "" {
 		c.API.Kubeconfig = "" // It is from the file: onePlace refuses one by a flag.
 	}
-	m := k.mode(c)
+	k.mode(c)
 	if toRun && !c.Cleanup && !c.InitOnly {
 		k.onePlace()
 	}
@@ -87,7 +87,7 @@ func (e *Effective) validate(toRun bool) (*Config, error) {
 	if c.ServiceCIDRsGiven {
 		c.Settings.ServiceCIDRs = c.ServiceCIDRs
 	}
-	m.complete(c, kp)
+	k.ofMode(c)
 	k.notNegative()
 	if kp.ConfigSyncPeriod.Duration <= 0 {
 		k.check("configSyncPeriod", fmt.Errorf("%s is not more than 0", kp.ConfigSyncPeriod.Duration))
