@@ -40,9 +40,8 @@ type Config struct {
 	Servers Servers
 	// Conntrack is what the kernel's connection tracking is set to.
 	Conntrack Conntrack
-	// IPVS and NFTables are for those modes only.
-	IPVS     IPVS
-	NFTables NFTables
+	// IPVS is for that mode only.
+	IPVS IPVS
 	// OOMScoreAdj is the oom_score_adj of this process, -1000 to 1000; -999 by default.
 	OOMScoreAdj int
 	// SysctlDir is the directory of kernel settings; /proc/sys by default.
@@ -112,7 +111,6 @@ type Conntrack struct {
 
 // IPVS are the settings of mode ipvs. A timeout of zero leaves the kernel's as it is.
 type IPVS struct {
-	SyncPeriod, MinSyncPeriod             time.Duration
 	Scheduler                             string
 	ExcludeCIDRs                          []netip.Prefix
 	StrictARP                             bool
@@ -121,13 +119,6 @@ type IPVS struct {
 	VIPs string
 	// GracePeriod is how long connections may last to an endpoint that no EndpointSlice lists any longer.
 	GracePeriod time.Duration
-}
-
-// NFTables are the settings of mode nftables.
-type NFTables struct {
-	MasqueradeBit             int
-	MasqueradeAll             bool
-	SyncPeriod, MinSyncPeriod time.Duration
 }
 
 // Config reads and validates flags and file. Its error has a line for each fault, which begins with the flag or with FILE:LINE and

@@ -8,21 +8,13 @@ import (
 	"testing"
 	"time"
 
-	"github.com/spf13/pflag"
-
 	"nodeproxy/plan"
 )
 
 // parse reads a command line. --manifests and --node-name are given, so that a case needs no more than what it is about.
 func parse(t *testing.T, args ...string) (*Config, error) {
 	t.Helper()
-	var f Flags
-	fs := pflag.NewFlagSet("nodeproxy", pflag.ContinueOnError)
-	f.Add(fs)
-	if err := fs.Parse(append([]string{"--manifests=m", "--node-name=node1"}, args...)); err != nil {
-		t.Fatal(err)
-	}
-	return f.Config()
+	return flagsOf(t, append([]string{"--manifests=m", "--node-name=node1"}, args...)...).Config()
 }
 
 func prefixes(texts ...string) []netip.Prefix {
@@ -48,7 +40,7 @@ func defaults() Config {
 		Conntrack: Conntrack{
 			MaxPerCore: 32768, Min: 131072, TCPEstablishedTimeout: 24 * time.Hour, TCPCloseWaitTimeout: time.Hour,
 		},
-		IPVS: IPVS{SyncPeriod: 30 * time.Second, VIPs: "routes", GracePeriod: 5 * time.Minute}, NFTables: NFTables{MasqueradeBit: 14, SyncPeriod: 30 * time.Second},
+		IPVS: IPVS{VIPs: "routes", GracePeriod: 5 * time.Minute},
 		Settings: plan.Settings{
 			DetectLocal: plan.DetectLocal{Mode: plan.DetectClusterCIDR}, LocalhostNodePorts: true,
 			ServiceCIDRs: prefixes("10.96.0.0/16"),
@@ -84,7 +76,6 @@ func TestFlags(t *testing.T) {
 			c.Mode, c.Settings.LocalhostNodePorts, c.Settings.NodePortAddresses.Primary = "nftables", false, true
 			c.ServiceMetrics = 1000
 			change(c)
-			c.SyncPeriod, c.MinSyncPeriod, c.MasqueradeBit = c.NFTables.SyncPeriod, c.NFTables.MinSyncPeriod, c.NFTables.MasqueradeBit
 		}
 	}
 	for _, tc := range []struct {
@@ -96,6 +87,10 @@ func TestFlags(t *testing.T) {
 		{"--mode=ipvs", func(c *Config) {
 			c.Mode, c.Settings.LocalhostNodePorts, c.ServiceMetrics = "ipvs", false, 1000
 		}},
+		{"--mode=ipvs --ipvs-sync-period=1m --ipvs-min-sync-period=2s --iptables-sync-period=3m", func(c *Config) {
+			c.Mode, c.Settings.LocalhostNodePorts, c.ServiceMetrics = "ipvs", false, 1000
+			c.SyncPeriod, c.MinSyncPeriod = time.Minute, 2*time.Second
+		}},
 		{"--mode=nftables", func(c *Config) {
 			c.Mode, c.Settings.LocalhostNodePorts, c.Settings.NodePortAddresses.Primary = "nftables", false, true
 			c.ServiceMetrics = 1000
@@ -103,17 +98,17 @@ func TestFlags(t *testing.T) {
 		{"--mode=nftables --masquerade-all --nodeport-addresses=10.0.0.0/8", func(c *Config) {
 			c.Mode, c.Settings.LocalhostNodePorts, c.Settings.NodePortAddresses.CIDRs = "nftables", false, prefixes("10.0.0.0/8")
 			c.ServiceMetrics = 1000
-			c.Settings.MasqueradeAll, c.NFTables.MasqueradeAll = true, true
+			c.Settings.MasqueradeAll = true
 		}},
 		{"--mode=nftables --iptables-sync-period=1m --min-sync-period=2s --nodeport-addresses=all", nftables(func(c *Config) {
-			c.NFTables.SyncPeriod, c.NFTables.MinSyncPeriod = time.Minute, 2*time.Second
+			c.SyncPeriod, c.MinSyncPeriod = time.Minute, 2*time.Second
 			c.Settings.NodePortAddresses = plan.NodePortAddresses{CIDRs: prefixes("0.0.0.0/0", "::/0")}
 		})},
-		{"--mode=nftables --iptables-sync-period=1m --nftables-sync-period=2m", nftables(func(c *Config) { c.NFTables.SyncPeriod = 2 * time.Minute })},
+		{"--mode=nftables --iptables-sync-period=1m --nftables-sync-period=2m", nftables(func(c *Config) { c.SyncPeriod = 2 * time.Minute })},
 		{"--mode=nftables --nftables-min-sync-period=1s --iptables-masquerade-bit=3", nftables(func(c *Config) {
-			c.NFTables.MinSyncPeriod = time.Second
+			c.MinSyncPeriod = time.Second
 		})},
-		{"--mode=nftables --nftables-masquerade-bit=3", nftables(func(c *Config) { c.NFTables.MasqueradeBit = 3 })},
+		{"--mode=nftables --nftables-masquerade-bit=3", nftables(func(c *Config) { c.MasqueradeBit = 3 })},
 		{"--proxy-mode=iptables", func(*Config) {}},
 		{"--proxy-mode=", func(*Config) {}},
 		{"--node-name=Node-2", name("node-2")},

@@ -122,10 +122,7 @@ func configWith(t *testing.T, mode, field string) *Config {
 	if i := slices.IndexFunc(fileCases(), func(tc fileCase) bool { return tc.field == field }); i >= 0 {
 		path = writeFile(t, "mode: "+mode+"\n"+nested(field, fileCases()[i].value))
 	}
-	c, err := flagsOf(t, "--config="+path, "--manifests=m", "--node-name=node1").Config()
-	if err != nil {
-		t.Fatal(err)
-	}
+	c := must(flagsOf(t, "--config="+path, "--manifests=m", "--node-name=node1").Config())(t)
 	c.Findings, c.Configz = nil, nil
 	return c
 }
@@ -155,10 +152,7 @@ func ignoredText() string {
 func TestConfigurationFields(t *testing.T) {
 	t.Parallel()
 	const path = "../docs/configuration.md"
-	data, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	data := must(os.ReadFile(path))(t)
 	text := string(data)
 	for name, want := range map[string]string{"fields": fieldTable(t), "hidden flags": ignoredText()} {
 		head, rest, found := strings.Cut(text, "<!-- "+name+": make docs writes this -->\n")
@@ -193,14 +187,8 @@ func TestEffectiveHasAllFlags(t *testing.T) {
 		}
 		seen++
 		value := values[flag.Value.Type()]
-		e, err := flagsOf(t, "--"+flag.Name+"="+value).Effective()
-		if err != nil {
-			t.Fatal(err)
-		}
-		text, err := e.YAML()
-		if err != nil {
-			t.Fatal(err)
-		}
+		e := must(flagsOf(t, "--"+flag.Name+"="+value).Effective())(t)
+		text := must(e.YAML())(t)
 		if want := "\n#   --" + flag.Name + "=" + value + "\n"; !strings.Contains(string(text), want) {
 			t.Errorf("%q is not in\n%s", want, text)
 		}

@@ -21,24 +21,15 @@ func TestEffectiveGolden(t *testing.T) {
 			"--nodeport-addresses=primary --feature-gates=WinOverlay=true --metrics-bind-address= --iptables-backend=nft " +
 			"--master=https://m --ipvs-scheduler=rr --conntrack-min=1 --v=6 --take-over"},
 	} {
-		e, err := flagsOf(t, strings.Fields(tc.args)...).Effective()
-		if err != nil {
-			t.Fatal(err)
-		}
-		got, err := e.YAML()
-		if err != nil {
-			t.Fatal(err)
-		}
+		e := must(flagsOf(t, strings.Fields(tc.args)...).Effective())(t)
+		got := must(e.YAML())(t)
 		path := filepath.Join("testdata", tc.golden)
 		if *update {
 			if err := os.WriteFile(path, got, 0o644); err != nil {
 				t.Fatal(err)
 			}
 		}
-		want, err := os.ReadFile(path)
-		if err != nil {
-			t.Fatal(err)
-		}
+		want := must(os.ReadFile(path))(t)
 		if string(got) != string(want) {
 			t.Errorf("%s (go test ./config -update writes it anew): got\n%s", tc.golden, got)
 		}
@@ -50,26 +41,14 @@ func TestEffectiveIsAFile(t *testing.T) {
 	t.Parallel()
 	for _, args := range []string{"", "--config=testdata/unusual.yaml", "--config=testdata/kubeadm.yaml --v=5",
 		"--config=testdata/unusual.yaml --nodeport-addresses=primary --log-flush-frequency=3s"} {
-		first, err := flagsOf(t, append(strings.Fields(args), "--manifests=m")...).Effective()
-		if err != nil {
-			t.Fatal(err)
-		}
-		text, err := first.YAML()
-		if err != nil {
-			t.Fatal(err)
-		}
+		first := must(flagsOf(t, append(strings.Fields(args), "--manifests=m")...).Effective())(t)
+		text := must(first.YAML())(t)
 		path := filepath.Join(t.TempDir(), "config.yaml")
 		if err := os.WriteFile(path, text, 0o644); err != nil {
 			t.Fatal(err)
 		}
-		a, err := first.Config()
-		if err != nil {
-			t.Fatal(err)
-		}
-		b, err := flagsOf(t, "--config="+path, "--manifests=m").Config()
-		if err != nil {
-			t.Fatal(err)
-		}
+		a := must(first.Config())(t)
+		b := must(flagsOf(t, "--config="+path, "--manifests=m").Config())(t)
 		a.Findings, b.Findings, a.Configz, b.Configz = nil, nil, nil, nil
 		if !reflect.DeepEqual(a, b) {
 			t.Errorf("%s: got\n%+v\nwant\n%+v", args, b, a)

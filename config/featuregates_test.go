@@ -30,10 +30,7 @@ func span(first, last string) string {
 func TestFeatureGateTable(t *testing.T) {
 	t.Parallel()
 	const path = "../docs/feature-gates.md"
-	text, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := must(os.ReadFile(path))(t)
 	head, table, _ := strings.Cut(string(text), "| `")
 	rows := strings.Split("| `"+strings.TrimSuffix(table, "\n"), "\n")
 	want := gateTable()

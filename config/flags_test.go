@@ -1,8 +1,6 @@
 package config
 
 import (
-	"os"
-	"path/filepath"
 	"reflect"
 	"slices"
 	"strings"
@@ -90,14 +88,8 @@ func TestEveryFlagSetsItsField(t *testing.T) {
 	for _, tc := range flagCases {
 		tested[tc.flag] = true
 		for _, file := range []string{"testdata/kubeadm.yaml", "testdata/unusual.yaml"} {
-			before, err := flagsOf(t, "--config="+file).Effective()
-			if err != nil {
-				t.Fatal(err)
-			}
-			after, err := flagsOf(t, "--config="+file, "--"+tc.flag+"="+tc.value).Effective()
-			if err != nil {
-				t.Fatal(err)
-			}
+			before := must(flagsOf(t, "--config="+file).Effective())(t)
+			after := must(flagsOf(t, "--config="+file, "--"+tc.flag+"="+tc.value).Effective())(t)
 			for _, field := range all {
 				was, _ := lookup(&before.kp, field)
 				is, _ := lookup(&after.kp, field)
@@ -111,10 +103,7 @@ func TestEveryFlagSetsItsField(t *testing.T) {
 				}
 			}
 		}
-		e, err := flagsOf(t, "--"+tc.flag+"="+tc.value).Effective()
-		if err != nil {
-			t.Fatal(err)
-		}
+		e := must(flagsOf(t, "--"+tc.flag+"="+tc.value).Effective())(t)
 		if got, _ := lookup(&e.kp, tc.field); written(got) != tc.written {
 			t.Errorf("--%s=%s: %s is %s, want %s", tc.flag, tc.value, tc.field, written(got), tc.written)
 		}
@@ -257,10 +246,7 @@ func TestFindings(t *testing.T) {
 	} {
 		path := writeFile(t, tc.body+"\n")
 		args := append([]string{"--config=" + path, "--manifests=m"}, strings.Fields(tc.args)...)
-		c, err := flagsOf(t, args...).Config()
-		if err != nil {
-			t.Fatal(err)
-		}
+		c := must(flagsOf(t, args...).Config())(t)
 		var got []string
 		for _, f := range c.Findings {
 			got = append(got, strings.ReplaceAll(f.Severity.String()+": "+f.String(), path, "FILE"))
@@ -289,25 +275,8 @@ func TestLogLevelOverVerbosity(t *testing.T) {
 		{"2", []string{"--log-level=warn", "-v=4"}, "debug", false},
 		{"4", []string{"--log-level=info", "-v=2"}, "info", false},
 	} {
-		name := filepath.Join(t.TempDir(), "config.yaml")
-		text := "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\nlogging: {verbosity: " + tc.file + "}\n"
-		if err := os.WriteFile(name, []byte(text), 0o600); err != nil {
-			t.Fatal(err)
-		}
-		var f Flags
-		fs := pflag.NewFlagSet("nodeproxy", pflag.ContinueOnError)
-		f.Add(fs)
-		if err := fs.Parse(append([]string{"--config=" + name, "--manifests=x", "--node-name=n"}, tc.args...)); err != nil {
-			t.Fatal(err)
-		}
-		e, err := f.Effective()
-		if err != nil {
-			t.Fatal(err)
-		}
-		c, err := e.Config()
-		if err != nil {
-			t.Fatal(err)
-		}
+		args := append([]string{"--config=" + writeFile(t, "logging: {verbosity: "+tc.file+"}\n"), "--manifests=x", "--node-name=n"}, tc.args...)
+		c := must(flagsOf(t, args...).Config())(t)
 		if c.LogLevel != tc.want {
 			t.Errorf("verbosity %s with %q: level %s, want %s", tc.file, tc.args, c.LogLevel, tc.want)
 		}

@@ -26,12 +26,12 @@ var noMeaning = map[string]string{
 	"nftables":                    "it is for mode nftables",
 }
 
-// ignoredFlags lists flags that have neither a field nor an effect, with their types: those of klog in kube-proxy before 1.26, and
-// two that it has by accident.
+// ignoredFlags lists flags that have neither a field nor an effect, with the value that they have where they are given without one: those
+// of klog in kube-proxy before 1.26, and two that it has by accident.
 var ignoredFlags = map[string]string{
-	"logtostderr": "bool", "alsologtostderr": "bool", "log-dir": "string", "log-file": "string", "log-file-max-size": "string",
-	"stderrthreshold": "string", "one-output": "bool", "skip-headers": "bool", "skip-log-headers": "bool",
-	"add-dir-header": "bool", "log-backtrace-at": "string", "boot-id-file": "string", "machine-id-file": "string",
+	"logtostderr": "true", "alsologtostderr": "true", "log-dir": "", "log-file": "", "log-file-max-size": "",
+	"stderrthreshold": "", "one-output": "true", "skip-headers": "true", "skip-log-headers": "true",
+	"add-dir-header": "true", "log-backtrace-at": "", "boot-id-file": "", "machine-id-file": "",
 }
 
 // deprecatedFlags maps flags that still work to what to use instead.
@@ -90,16 +90,13 @@ func (e *Effective) finding(severity source.Severity, field, detail, effect stri
 
 // saidFields returns the fields that the file or a flag sets, in order.
 func (e *Effective) saidFields() []string {
-	said := map[string]bool{}
-	for field := range e.given {
-		said[field] = !strings.HasPrefix(field, "--")
-	}
+	said := slices.Collect(maps.Keys(e.given))
 	if e.doc != nil {
-		for field := range e.doc.lines {
-			said[field] = true
-		}
+		said = slices.AppendSeq(said, maps.Keys(e.doc.lines))
 	}
-	return slices.DeleteFunc(slices.Sorted(maps.Keys(said)), func(field string) bool { return !said[field] })
+	said = slices.DeleteFunc(said, func(field string) bool { return strings.HasPrefix(field, "--") })
+	slices.Sort(said)
+	return slices.Compact(said)
 }
 
 // override is the value of one field in the file and by a flag.

@@ -8,80 +8,58 @@ import (
 	"strings"
 )
 
-// A mode is what this package has to know about a proxy mode.
-type mode struct {
-	name string
-	// gate is kube-proxy's feature gate that switches the mode off; "" if there is none.
-	gate string
-	// serviceMetrics is the default of --service-metrics.
-	serviceMetrics int
-	// complete takes over settings from the mode's own section of the file, and resets those that the mode can't honour.
-	complete func(*Config)
-}
-
-const modeNFTables = "nftables"
-
-var modes = []mode{
-	{name: "iptables", complete: func(*Config) {}},
-	{name: "ipvs", gate: "KubeProxyIPVS", serviceMetrics: 1000, complete: func(c *Config) {
-		c.SyncPeriod, c.MinSyncPeriod = c.IPVS.SyncPeriod, c.IPVS.MinSyncPeriod
-		c.Settings.LocalhostNodePorts = false // IPVS drops what leaves the node with a loopback address.
-	}},
-	{name: modeNFTables, serviceMetrics: 1000, complete: func(c *Config) {
-		c.SyncPeriod, c.MinSyncPeriod = c.NFTables.SyncPeriod, c.NFTables.MinSyncPeriod
-		c.MasqueradeBit, c.Settings.MasqueradeAll = c.NFTables.MasqueradeBit, c.NFTables.MasqueradeAll
-		c.Settings.LocalhostNodePorts = false // as in kube-proxy's mode of this name
-		if at := &c.Settings.NodePortAddresses; len(at.CIDRs) == 0 {
-			at.Primary = true // as in kube-proxy's mode of this name
-		}
-	}},
-}
+const modeIPTables, modeIPVS, modeNFTables = "iptables", "ipvs", "nftables"
 
 // defaultMode is used where the configuration names no mode.
-var defaultMode = modes[0].name
+const defaultMode = modeIPTables
 
 // Modes are the names of the modes that a Config may have.
-func Modes() []string {
-	var out []string
-	for _, m := range modes {
-		out = append(out, m.name)
-	}
-	return out
-}
+func Modes() []string { return []string{modeIPTables, modeIPVS, modeNFTables} }
 
-// modeNamed returns the entry of a mode, or if the mode is unknown, one without any effect.
-func modeNamed(name string) (m mode, known bool) {
-	if i := slices.IndexFunc(modes, func(m mode) bool { return m.name == name }); i >= 0 {
-		return modes[i], true
-	}
-	return mode{name: name, complete: func(*Config) {}}, false
-}
+// ipvsGate is kube-proxy's feature gate that switches mode ipvs off.
+const ipvsGate = "KubeProxyIPVS"
 
-// mode validates the mode and how nodeproxy runs. It returns the mode's entry, without any effect if the mode is unknown.
-func (k *checker) mode(c *Config) mode {
+// mode validates the mode and how nodeproxy runs.
+func (k *checker) mode(c *Config) {
 	if c.SysctlDir = k.own.sysctlDir; !filepath.IsAbs(c.SysctlDir) {
 		k.check("--sysctl-dir", fmt.Errorf("%q is not an absolute path", c.SysctlDir))
 	}
 	if c.Socket = k.own.socket; c.Socket != "" && !filepath.IsAbs(c.Socket) {
 		k.check("--socket", fmt.Errorf("%q is not an absolute path", c.Socket))
 	}
-	c.Mode = string(k.kp.Mode)
-	m, known := modeNamed(c.Mode)
-	if !known {
+	if c.Mode = string(k.kp.Mode); !slices.Contains(Modes(), c.Mode) {
 		all := Modes()
 		k.check("mode", fmt.Errorf("%q is not supported; %s and %s are", c.Mode, strings.Join(all[:len(all)-1], ", "), all[len(all)-1]))
 	}
-	if m.gate != "" && !k.gateOn(m.gate) {
-		k.check("mode", fmt.Errorf("%s is switched off by %s", m.name, k.saying("featureGates", m.gate+"=false")))
+	if c.Mode == modeIPVS && !k.gateOn(ipvsGate) {
+		k.check("mode", fmt.Errorf("%s is switched off by %s", c.Mode, k.saying("featureGates", ipvsGate+"=false")))
 	}
-	if c.ServiceMetrics = int(k.own.serviceMetrics); c.ServiceMetrics < -1 {
+	switch c.ServiceMetrics = int(k.own.serviceMetrics); {
+	case c.ServiceMetrics < -1:
 		k.check("--service-metrics", fmt.Errorf("%d is less than -1", c.ServiceMetrics))
-	} else if c.ServiceMetrics == -1 {
-		c.ServiceMetrics = m.serviceMetrics
+	case c.ServiceMetrics == -1 && c.Mode == modeIPTables:
+		c.ServiceMetrics = 0
+	case c.ServiceMetrics == -1:
+		c.ServiceMetrics = 1000
 	}
 	c.Cleanup, c.InitOnly, c.TakeOver = k.own.cleanup, k.own.initOnly, k.own.takeOver
 	if c.Cleanup && c.InitOnly {
 		k.check("--cleanup", errors.New("can't be combined with --init-only"))
 	}
-	return m
+}
+
+// ofMode takes over settings from the mode's own section of the file, and resets those that the mode can't honour.
+func (k *checker) ofMode(c *Config) {
+	switch kp := &k.kp; c.Mode {
+	case modeIPVS:
+		c.SyncPeriod, c.MinSyncPeriod = kp.IPVS.SyncPeriod.Duration, kp.IPVS.MinSyncPeriod.Duration
+		c.Settings.LocalhostNodePorts = false // IPVS drops what leaves the node with a loopback address.
+	case modeNFTables:
+		c.SyncPeriod, c.MinSyncPeriod = kp.NFTables.SyncPeriod.Duration, kp.NFTables.MinSyncPeriod.Duration
+		c.MasqueradeBit, c.Settings.MasqueradeAll = int(*kp.NFTables.MasqueradeBit), kp.NFTables.MasqueradeAll
+		c.Settings.LocalhostNodePorts = false // as in kube-proxy's mode of this name
+		if at := &c.Settings.NodePortAddresses; len(at.CIDRs) == 0 {
+			at.Primary = true // as in kube-proxy's mode of this name
+		}
+	}
 }

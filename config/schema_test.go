@@ -90,10 +90,7 @@ func schemaOf(t *testing.T, v reflect.Value, path string) map[string]any {
 func TestChartSchema(t *testing.T) {
 	t.Parallel()
 	const path, mark, end = "../deploy/chart/values.schema.json", "\n    \"config\": {", "\n  }\n}\n"
-	text, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := must(os.ReadFile(path))(t)
 	schema, err := json.MarshalIndent(schemaOf(t, reflect.ValueOf(&proxyconfig.KubeProxyConfiguration{}).Elem(), ""), "    ", "  ")
 	if err != nil {
 		t.Fatal(err)

@@ -10,7 +10,8 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"nodeproxy/plan"
 )
@@ -68,7 +69,7 @@ func (e *Effective) validate(toRun bool) (*Config, error) {
 	if own.manifests != "" {
 		c.API.Kubeconfig = "" // It is from the file: onePlace refuses one by a flag.
 	}
-	m := k.mode(c)
+	k.mode(c)
 	if toRun && !c.Cleanup && !c.InitOnly {
 		k.onePlace()
 	}
@@ -79,13 +80,15 @@ func (e *Effective) validate(toRun bool) (*Config, error) {
 	k.rules(c)
 	k.servers(c)
 	k.conntrack(&c.Conntrack)
-	k.otherModes(c)
+	k.ipvs(&c.IPVS)
+	k.bit("nftables.masqueradeBit", kp.NFTables.MasqueradeBit)
+	k.periods("nftables", kp.NFTables.SyncPeriod, kp.NFTables.MinSyncPeriod)
 	k.featureGates(c)
 	if c.ServiceCIDRsGiven {
 		c.Settings.ServiceCIDRs = c.ServiceCIDRs
 	}
-	m.complete(c)
-	k.check("clientConnection.burst", notNegative(kp.ClientConnection.Burst))
+	k.ofMode(c)
+	k.notNegative()
 	if kp.ConfigSyncPeriod.Duration <= 0 {
 		k.check("configSyncPeriod", fmt.Errorf("%s is not more than 0", kp.ConfigSyncPeriod.Duration))
 	}
@@ -126,14 +129,11 @@ func (k *checker) manifests(c *Config) {
 }
 
 func (k *checker) backend(c *Config) {
-	switch c.IPTablesBackend = Variant(k.own.iptablesBackend); c.IPTablesBackend {
-	case AutoVariant, NFTVariant, LegacyVariant:
-	case BothVariants:
-		if !k.own.cleanup {
-			k.check("--iptables-backend", fmt.Errorf("%q is for cleanup alone", k.own.iptablesBackend))
-		}
-	default:
-		k.check("--iptables-backend", fmt.Errorf("%q is not one of auto, nft, legacy", k.own.iptablesBackend))
+	switch c.IPTablesBackend = Variant(k.own.iptablesBackend); {
+	case c.IPTablesBackend != BothVariants:
+		k.oneOf("--iptables-backend", k.own.iptablesBackend, "auto", "nft", "legacy")
+	case !k.own.cleanup:
+		k.check("--iptables-backend", fmt.Errorf("%q is for cleanup alone", k.own.iptablesBackend))
 	}
 }
 
@@ -141,7 +141,7 @@ func (k *checker) rules(c *Config) {
 	kp := &k.kp
 	c.MasqueradeBit = k.bit("iptables.masqueradeBit", kp.IPTables.MasqueradeBit)
 	c.SyncPeriod, c.MinSyncPeriod = kp.IPTables.SyncPeriod.Duration, kp.IPTables.MinSyncPeriod.Duration
-	k.periods("iptables", c.SyncPeriod, c.MinSyncPeriod)
+	k.periods("iptables", kp.IPTables.SyncPeriod, kp.IPTables.MinSyncPeriod)
 	c.Settings.MasqueradeAll = kp.IPTables.MasqueradeAll
 	c.Settings.LocalhostNodePorts = *kp.IPTables.LocalhostNodePorts
 	c.Settings.ResetTCP = k.own.resetTCP
@@ -159,14 +159,12 @@ func (k *checker) bit(field string, bit *int32) int {
 }
 
 // periods checks the periods of a mode.
-func (k *checker) periods(mode string, period, least time.Duration) {
+func (k *checker) periods(mode string, every, min metav1.Duration) {
+	period, least := every.Duration, min.Duration
 	if period <= 0 {
 		k.check(mode+".syncPeriod", fmt.Errorf("%s is not more than 0", period))
 	}
-	switch {
-	case least < 0:
-		k.check(mode+".minSyncPeriod", fmt.Errorf("%s is negative", least))
-	case least > period && period > 0:
+	if least > period && period > 0 {
 		k.check(mode+".minSyncPeriod", fmt.Errorf("%s is more than the %s of %s", least, period, k.origin(mode+".syncPeriod")))
 	}
 }
@@ -188,7 +186,7 @@ func (k *checker) detectLocal(d *plan.DetectLocal) {
 		d.Interface = kp.DetectLocal.InterfaceNamePrefix
 		k.interfaceName("detectLocal.interfaceNamePrefix", d.Interface, 14)
 	default:
-		k.check("detectLocalMode", fmt.Errorf("%q is not one of ClusterCIDR, NodeCIDR, BridgeInterface, InterfaceNamePrefix", d.Mode))
+		k.oneOf("detectLocalMode", string(d.Mode), "ClusterCIDR", "NodeCIDR", "BridgeInterface", "InterfaceNamePrefix")
 	}
 }
 
@@ -221,9 +219,7 @@ func (k *checker) servers(c *Config) {
 		k.check("metricsBindAddress", fmt.Errorf("%s can't be used beside %s: give the two servers different ports, or leave one out",
 			m, k.saying("healthzBindAddress", h.String())))
 	}
-	if !slices.Contains(uiAccess, c.Servers.UI) {
-		k.check("--ui", fmt.Errorf("%q is not one of %s", c.Servers.UI, strings.Join(uiAccess, ", ")))
-	}
+	k.oneOf("--ui", c.Servers.UI, uiAccess...)
 	if shown := kp.ShowHiddenMetricsForVersion; shown != "" && !version.MatchString(shown) {
 		k.check("showHiddenMetricsForVersion", fmt.Errorf("%q is not a version such as 1.36", shown))
 	}
@@ -261,72 +257,61 @@ func (k *checker) conntrack(c *Conntrack) {
 		TCPEstablishedTimeout: kp.TCPEstablishedTimeout.Duration, TCPCloseWaitTimeout: kp.TCPCloseWaitTimeout.Duration,
 		UDPTimeout: kp.UDPTimeout.Duration, UDPStreamTimeout: kp.UDPStreamTimeout.Duration, TCPBeLiberal: kp.TCPBeLiberal,
 	}
-	k.check("conntrack.maxPerCore", notNegative(c.MaxPerCore))
-	k.check("conntrack.min", notNegative(c.Min))
-	k.check("conntrack.tcpEstablishedTimeout", notNegative(c.TCPEstablishedTimeout))
-	k.check("conntrack.tcpCloseWaitTimeout", notNegative(c.TCPCloseWaitTimeout))
-	k.check("conntrack.udpTimeout", notNegative(c.UDPTimeout))
-	k.check("conntrack.udpStreamTimeout", notNegative(c.UDPStreamTimeout))
 }
 
 // scheduler matches the name of an IPVS scheduler, which becomes part of the name of a kernel module.
 var scheduler = regexp.MustCompile(`^[a-z]{0,12}$`)
 
-// otherModes reads the settings of modes ipvs and nftables.
-func (k *checker) otherModes(c *Config) {
-	kp, nft := &k.kp.IPVS, &k.kp.NFTables
-	c.IPVS = IPVS{
-		SyncPeriod: kp.SyncPeriod.Duration, MinSyncPeriod: kp.MinSyncPeriod.Duration,
-		Scheduler: kp.Scheduler, StrictARP: kp.StrictARP,
+func (k *checker) ipvs(c *IPVS) {
+	kp := &k.kp.IPVS
+	*c = IPVS{
+		Scheduler: kp.Scheduler, StrictARP: kp.StrictARP, VIPs: k.own.ipvsVIPs, GracePeriod: k.own.ipvsGrace,
 		TCPTimeout: kp.TCPTimeout.Duration, TCPFinTimeout: kp.TCPFinTimeout.Duration, UDPTimeout: kp.UDPTimeout.Duration,
 	}
-	k.periods("ipvs", c.IPVS.SyncPeriod, c.IPVS.MinSyncPeriod)
-	k.check("ipvs.tcpTimeout", notNegative(c.IPVS.TCPTimeout))
-	k.check("ipvs.tcpFinTimeout", notNegative(c.IPVS.TCPFinTimeout))
-	k.check("ipvs.udpTimeout", notNegative(c.IPVS.UDPTimeout))
-	if c.IPVS.VIPs, c.IPVS.GracePeriod = k.own.ipvsVIPs, k.own.ipvsGrace; !slices.Contains(ipvsVIPs, c.IPVS.VIPs) {
-		k.check("--ipvs-vips", fmt.Errorf("%q is not one of %s", c.IPVS.VIPs, strings.Join(ipvsVIPs, ", ")))
+	k.periods("ipvs", kp.SyncPeriod, kp.MinSyncPeriod)
+	k.oneOf("--ipvs-vips", c.VIPs, ipvsVIPs...)
+	if !scheduler.MatchString(c.Scheduler) {
+		k.check("ipvs.scheduler", fmt.Errorf("%q can't be the name of a scheduler", c.Scheduler))
 	}
-	if !scheduler.MatchString(c.IPVS.Scheduler) {
-		k.check("ipvs.scheduler", fmt.Errorf("%q can't be the name of a scheduler", c.IPVS.Scheduler))
+	if c.GracePeriod < 0 {
+		k.check("--ipvs-graceful-period", fmt.Errorf("%s is negative", c.GracePeriod))
 	}
-	k.check("--ipvs-graceful-period", notNegative(c.IPVS.GracePeriod))
 	for _, text := range kp.ExcludeCIDRs {
-		cidr, ok := parsePrefix(strings.TrimSpace(text))
-		if !ok {
+		if cidr, ok := parsePrefix(strings.TrimSpace(text)); ok {
+			c.ExcludeCIDRs = append(c.ExcludeCIDRs, cidr)
+		} else {
 			k.check("ipvs.excludeCIDRs", fmt.Errorf("%q is not a CIDR", text))
-			continue
 		}
-		c.IPVS.ExcludeCIDRs = append(c.IPVS.ExcludeCIDRs, cidr)
 	}
-	c.NFTables = NFTables{
-		MasqueradeBit: k.bit("nftables.masqueradeBit", nft.MasqueradeBit), MasqueradeAll: nft.MasqueradeAll,
-		SyncPeriod: nft.SyncPeriod.Duration, MinSyncPeriod: nft.MinSyncPeriod.Duration,
-	}
-	k.periods("nftables", c.NFTables.SyncPeriod, c.NFTables.MinSyncPeriod)
 }
 
 func (k *checker) log(c *Config) {
-	switch c.LogLevel = k.own.logLevel; c.LogLevel {
-	case "debug", "info", "warn", "error":
-	default:
-		k.check("--log-level", fmt.Errorf("%q is not one of debug, info, warn, error", c.LogLevel))
-	}
+	c.LogLevel, c.LogFormat = k.own.logLevel, k.kp.Logging.Format
+	k.oneOf("--log-level", c.LogLevel, "debug", "info", "warn", "error")
+	k.oneOf("logging.format", c.LogFormat, "text", "json")
 	if k.kp.Logging.Verbosity >= debugVerbosity {
 		c.LogLevel = "debug"
 	}
-	switch c.LogFormat = k.kp.Logging.Format; c.LogFormat {
-	case "text", "json":
-	default:
-		k.check("logging.format", fmt.Errorf("%q is not one of text, json", c.LogFormat))
+}
+
+// oneOf checks that a value is one of a list.
+func (k *checker) oneOf(field, value string, list ...string) {
+	if !slices.Contains(list, value) {
+		k.check(field, fmt.Errorf("%q is not one of %s", value, strings.Join(list, ", ")))
 	}
 }
 
-func notNegative[N int | int32 | time.Duration](n N) error {
-	if n < 0 {
-		return fmt.Errorf("%v is negative", n)
+// notNegative checks the fields whose values must not be below 0.
+func (k *checker) notNegative() {
+	for _, field := range []string{
+		"clientConnection.burst", "conntrack.maxPerCore", "conntrack.min", "conntrack.tcpEstablishedTimeout",
+		"conntrack.tcpCloseWaitTimeout", "conntrack.udpTimeout", "conntrack.udpStreamTimeout", "iptables.minSyncPeriod",
+		"ipvs.minSyncPeriod", "ipvs.tcpTimeout", "ipvs.tcpFinTimeout", "ipvs.udpTimeout", "nftables.minSyncPeriod",
+	} {
+		if value, _ := lookup(&k.kp, field); strings.HasPrefix(written(value), "-") {
+			k.check(field, fmt.Errorf("%s is negative", written(value)))
+		}
 	}
-	return nil
 }
 
 // onePerFamily reads a comma-separated list of CIDRs, at most one of each family.

@@ -34,7 +34,6 @@ type own struct {
 	cleanup, initOnly          bool
 	takeOver                   bool
 	healthzPort, metricsPort   int32
-	ignored                    map[string]*string // flags without any effect
 }
 
 // defaultMasqueradeBit is the bit that kube-proxy uses, and that other components have learned to keep off.

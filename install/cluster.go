@@ -88,46 +88,32 @@ func (c *Cluster) add(raw []byte, kind string) error {
 		}
 		return nil
 	}
-	what := fmt.Sprintf("%s %s/%s", meta.Kind, meta.Metadata.Namespace, meta.Metadata.Name)
-	read := func(into any) error {
-		if err := json.Unmarshal(raw, into); err != nil {
-			return fmt.Errorf("%s: %w", what, err)
-		}
+	object, known := map[string]any{
+		"ConfigMap": &v1.ConfigMap{}, "DaemonSet": &daemonSet{}, "Pod": &v1.Pod{}, "Node": &v1.Node{}, "Service": &v1.Service{},
+	}[meta.Kind]
+	if !known {
 		return nil
 	}
-	switch meta.Kind {
-	case "ConfigMap":
-		var o v1.ConfigMap
-		if err := read(&o); err != nil {
-			return err
-		}
+	if err := json.Unmarshal(raw, object); err != nil {
+		return fmt.Errorf("%s %s/%s: %w", meta.Kind, meta.Metadata.Namespace, meta.Metadata.Name, err)
+	}
+	switch o := object.(type) {
+	case *v1.ConfigMap:
 		if c.configMaps == nil {
 			c.configMaps = map[string]*v1.ConfigMap{}
 		}
-		c.configMaps[o.Namespace+"/"+o.Name] = &o
-	case "DaemonSet":
-		return c.addDaemonSet(read)
-	case "Pod":
-		var o v1.Pod
-		if err := read(&o); err != nil {
-			return err
-		}
+		c.configMaps[o.Namespace+"/"+o.Name] = o
+	case *daemonSet:
+		return c.addDaemonSet(o, raw)
+	case *v1.Pod:
 		if isKubeProxy(o.Labels) && !forWindows(&o.Spec) {
-			c.pods = append(c.pods, &o)
+			c.pods = append(c.pods, o)
 		}
-	case "Node":
-		var o v1.Node
-		if err := read(&o); err != nil {
-			return err
-		}
+	case *v1.Node:
 		if o.Labels["kubernetes.io/os"] != "windows" {
-			c.nodes = append(c.nodes, &o)
+			c.nodes = append(c.nodes, o)
 		}
-	case "Service":
-		var o v1.Service
-		if err := read(&o); err != nil {
-			return err
-		}
+	case *v1.Service:
 		if o.Namespace == "default" && o.Name == "kubernetes" {
 			for _, text := range append([]string{o.Spec.ClusterIP}, o.Spec.ClusterIPs...) {
 				if ip, err := netip.ParseAddr(text); err == nil {
@@ -139,11 +125,7 @@ func (c *Cluster) add(raw []byte, kind string) error {
 	return nil
 }
 
-func (c *Cluster) addDaemonSet(read func(any) error) error {
-	var o daemonSet
-	if err := read(&o); err != nil {
-		return err
-	}
+func (c *Cluster) addDaemonSet(o *daemonSet, raw []byte) error {
 	pod := &o.Spec.Template.Spec
 	if forWindows(pod) {
 		return nil
@@ -159,12 +141,10 @@ func (c *Cluster) addDaemonSet(read func(any) error) error {
 			Template struct{ Spec struct{ Affinity any } }
 		}
 	}
-	if err := read(&asWritten); err != nil {
-		return err
-	}
+	err := json.Unmarshal(raw, &asWritten)
 	o.affinity = asWritten.Spec.Template.Spec.Affinity
-	c.daemonSets = append(c.daemonSets, &o)
-	return nil
+	c.daemonSets = append(c.daemonSets, o)
+	return err
 }
 
 // forWindows reports whether a pod is one of Windows nodes.
@@ -263,17 +243,20 @@ func words(c *v1.Container) []string {
 
 func (d *daemonSet) flags() []string { return flagsOf(d.container()) }
 
-// flagsOf are the flags of a kube-proxy's command line, in its order, each as --name=value.
-func flagsOf(c *v1.Container) []string {
+// flagsOf are the flags of a kube-proxy's command line, in its order.
+func flagsOf(c *v1.Container) []string { return joined(words(c)) }
+
+// joined are the flags among some words, each as --name=value if it has a value.
+func joined(words []string) []string {
 	var out []string
-	words := words(c)
 	for i := 0; i < len(words); i++ {
 		word := words[i]
 		if !strings.HasPrefix(word, "-") {
 			continue
 		}
 		word = "--" + strings.TrimLeft(word, "-")
-		if !strings.Contains(word, "=") && i+1 < len(words) && !strings.HasPrefix(words[i+1], "-") {
+		// What k3s passes to a component may begin with dashes itself, as in --kube-proxy-arg --proxy-mode=ipvs.
+		if !strings.Contains(word, "=") && i+1 < len(words) && (!strings.HasPrefix(words[i+1], "-") || strings.HasSuffix(word, "-arg")) {
 			i++
 			word += "=" + words[i]
 		}

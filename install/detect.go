@@ -15,6 +15,8 @@ import (
 	"github.com/spf13/pflag"
 	v1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/tools/clientcmd"
+	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 	"sigs.k8s.io/yaml"
 
 	"nodeproxy/config"
@@ -177,19 +179,12 @@ func nodeArgs(n *v1.Node, flag string) (role string, values []string) {
 			break
 		}
 	}
-	for i := 1; i < len(args); i++ {
-		name, value, given := strings.Cut(args[i], "=")
-		// What a component gets may begin with dashes itself, as in --kube-proxy-arg --proxy-mode=ipvs.
-		if !given && i+1 < len(args) && (!strings.HasPrefix(args[i+1], "-") || strings.HasSuffix(name, "-arg")) {
-			i++
-			value, given = args[i], true
-		}
-		switch {
-		case name != "--"+flag:
-		case given:
+	for _, f := range joined(args) {
+		if name, value, given := strings.Cut(f, "="); name == "--"+flag {
+			if !given {
+				value = "true"
+			}
 			values = append(values, value)
-		default:
-			values = append(values, "true")
 		}
 	}
 	return role, values
@@ -416,21 +411,11 @@ func (s *Setup) adapt(say func(string, ...any)) error {
 // prune takes out what a file has only because a program wrote it: null, empty text, empty lists and objects.
 func prune(m map[string]any) {
 	for name, value := range m {
-		switch v := value.(type) {
-		case nil:
+		object, isObject := value.(map[string]any)
+		list, isList := value.([]any)
+		prune(object)
+		if value == nil || value == "" || isObject && len(object) == 0 || isList && len(list) == 0 {
 			delete(m, name)
-		case string:
-			if v == "" {
-				delete(m, name)
-			}
-		case []any:
-			if len(v) == 0 {
-				delete(m, name)
-			}
-		case map[string]any:
-			if prune(v); len(v) == 0 {
-				delete(m, name)
-			}
 		}
 	}
 }
@@ -463,14 +448,12 @@ func (c *Cluster) localTraffic(s *Setup, kind string, known bool, say func(strin
 	case cidr != "":
 		return set(cidr, "kube-proxy's configuration")
 	}
-	if text, where, ok := c.entry("kube-system", "kubeadm-config", "ClusterConfiguration"); ok {
-		var kubeadm struct{ Networking struct{ PodSubnet string } }
-		if err := yaml.Unmarshal([]byte(text), &kubeadm); err != nil {
-			return fmt.Errorf("--cluster-cidr: %s: %w", where, err)
-		}
-		if kubeadm.Networking.PodSubnet != "" {
-			return set(kubeadm.Networking.PodSubnet, where)
-		}
+	kubeadm, where, err := c.kubeadm()
+	if err != nil {
+		return fmt.Errorf("--cluster-cidr: %s: %w", where, err)
+	}
+	if kubeadm.Networking.PodSubnet != "" {
+		return set(kubeadm.Networking.PodSubnet, where)
 	}
 	if cidr := strings.Join(c.serverArgs("cluster-cidr"), ","); cidr != "" {
 		return set(cidr, "the flags of "+kind+" servers")
@@ -499,6 +482,18 @@ func (c *Cluster) localTraffic(s *Setup, kind string, known bool, say func(strin
 	}
 	return errors.New("--cluster-cidr: the range of the pods' addresses is not to be found: neither in kube-proxy's configuration, nor in kubeadm-config, " +
 		"nor as podCIDRs of all Nodes that a CNI plugin is known to use; --cluster-cidr=" + NoCIDR + " does without")
+}
+
+// clusterConfiguration is what counts of kubeadm's.
+type clusterConfiguration struct {
+	Networking           struct{ PodSubnet string }
+	ControlPlaneEndpoint string
+}
+
+// kubeadm returns kubeadm's configuration, which is empty if there is none, and where it is.
+func (c *Cluster) kubeadm() (out clusterConfiguration, where string, err error) {
+	text, where, _ := c.entry("kube-system", "kubeadm-config", "ClusterConfiguration")
+	return out, where, yaml.Unmarshal([]byte(text), &out)
 }
 
 // podCIDRs are the ranges that the control plane has allocated to a Node.
@@ -540,7 +535,6 @@ func (c *Cluster) apiServer(s *Setup, kind string, say func(string, ...any)) err
 	case "Talos":
 		add("Talos, whose KubePrism has it on each node unless it is switched off", "localhost:7445", true)
 	}
-	kubeconfigs := [][2]string{{"kube-proxy", "kubeconfig.conf"}, {"kube-proxy", "kubeconfig"}}
 	d, _ := c.kubeProxy()
 	if d != nil {
 		for _, name := range []string{d.flag("kubeconfig"), c.kubeconfigPath(d)} {
@@ -552,19 +546,14 @@ func (c *Cluster) apiServer(s *Setup, kind string, say func(string, ...any)) err
 			add("flag --master of "+d.String(), server, false)
 		}
 	}
-	for _, e := range kubeconfigs {
-		if text, where, ok := c.entry("kube-system", e[0], e[1]); ok {
+	for _, e := range [][3]string{{"kube-system", "kube-proxy", "kubeconfig.conf"}, {"kube-system", "kube-proxy", "kubeconfig"},
+		{"kube-public", "cluster-info", "kubeconfig"}} {
+		if text, where, ok := c.entry(e[0], e[1], e[2]); ok {
 			add(where, serverOf(text), false)
 		}
 	}
-	if text, where, ok := c.entry("kube-public", "cluster-info", "kubeconfig"); ok {
-		add(where, serverOf(text), false)
-	}
-	if text, where, ok := c.entry("kube-system", "kubeadm-config", "ClusterConfiguration"); ok {
-		var kubeadm struct{ ControlPlaneEndpoint string }
-		if yaml.Unmarshal([]byte(text), &kubeadm) == nil && kubeadm.ControlPlaneEndpoint != "" {
-			add(where, kubeadm.ControlPlaneEndpoint, false)
-		}
+	if kubeadm, where, err := c.kubeadm(); err == nil && kubeadm.ControlPlaneEndpoint != "" {
+		add(where, kubeadm.ControlPlaneEndpoint, false)
 	}
 	if c.Server != "" {
 		add("the kubeconfig in use; nodes must reach this address too", c.Server, false)
@@ -600,29 +589,14 @@ func (c *Cluster) kubeconfigPath(d *daemonSet) string {
 
 // serverOf returns the server of a kubeconfig's current context, or of its only cluster; empty if there is none.
 func serverOf(kubeconfig string) string {
-	var file struct {
-		CurrentContext string `json:"current-context"`
-		Contexts       []struct {
-			Name    string
-			Context struct{ Cluster string }
-		}
-		Clusters []struct {
-			Name    string
-			Cluster struct{ Server string }
-		}
-	}
-	if yaml.Unmarshal([]byte(kubeconfig), &file) != nil {
+	file, err := clientcmd.Load([]byte(kubeconfig))
+	if err != nil {
 		return ""
 	}
-	cluster := ""
-	for _, x := range file.Contexts {
-		if x.Name == file.CurrentContext {
-			cluster = x.Context.Cluster
-		}
-	}
-	for _, x := range file.Clusters {
-		if x.Name == cluster || len(file.Clusters) == 1 {
-			return x.Cluster.Server
+	context := cmp.Or(file.Contexts[file.CurrentContext], &clientcmdapi.Context{})
+	for name, cluster := range file.Clusters {
+		if name == context.Cluster || len(file.Clusters) == 1 {
+			return cluster.Server
 		}
 	}
 	return ""

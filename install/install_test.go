@@ -16,7 +16,6 @@ import (
 	v1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
-	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
 	"sigs.k8s.io/yaml"
 )
 
@@ -44,6 +43,48 @@ func clusterOf(t *testing.T, kind string, replacements ...string) *Cluster {
 type said struct{ bytes.Buffer }
 
 func (s *said) say(format string, args ...any) { fmt.Fprintf(s, format+"\n", args...) }
+
+func detected(t *testing.T, c *Cluster, o Options) *Setup {
+	t.Helper()
+	s, err := c.Detect(o, new(said).say)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+// must returns a function that takes what another one returns, which must not fail.
+func must(t *testing.T) func([]byte, error) []byte {
+	return func(text []byte, err error) []byte {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return text
+	}
+}
+
+// parsed is like must for what is to be read.
+func parsed[T any](t *testing.T) func([]byte, error) T {
+	return func(text []byte, err error) (out T) {
+		t.Helper()
+		if err := yaml.Unmarshal(must(t)(text, err), &out); err != nil {
+			t.Fatal(err)
+		}
+		return out
+	}
+}
+
+// chartValues are some of the values of the chart.
+type chartValues struct {
+	Affinity     *v1.Affinity
+	NodeSelector map[string]string
+}
+
+func probesOf(d daemonSet) []*v1.Probe {
+	c := d.Spec.Template.Spec.Containers[0]
+	return []*v1.Probe{c.StartupProbe, c.LivenessProbe, c.ReadinessProbe}
+}
 
 // flannel is the DaemonSet of a CNI plugin that uses the Nodes' podCIDRs.
 const flannel = `apiVersion: apps/v1
@@ -274,11 +315,7 @@ var affinities = map[string]string{
 // apply applies what KeepOff and Restore make, as an API server does.
 func apply(t *testing.T, d *daemonSet, patch []byte) {
 	t.Helper()
-	var ops []operation
-	if err := json.Unmarshal(patch, &ops); err != nil {
-		t.Fatal(err)
-	}
-	for _, o := range ops {
+	for _, o := range parsed[[]operation](t)(patch, nil) {
 		switch {
 		case o.Op == "test" && o.Path == "/metadata/generation":
 			if float64(d.Generation) != o.Value {
@@ -311,36 +348,26 @@ func TestKeepOffAndRestore(t *testing.T) {
 			c := clusterOf(t, "kubeadm")
 			d := c.daemonSets[0]
 			d.Generation = 1
-			var want any
-			if err := json.Unmarshal([]byte(text), &want); err != nil {
-				t.Fatal(err)
-			}
+			want := parsed[any](t)([]byte(text), nil)
 			d.affinity = want
-			patched := func(patch []byte, err error) {
-				t.Helper()
-				if err != nil {
-					t.Fatal(err)
-				}
-				apply(t, d, patch)
-			}
 			step := func(migrate bool) {
 				t.Helper()
-				patched(c.KeepOff(migrate, new(said).say))
+				apply(t, d, must(t)(c.KeepOff(migrate, new(said).say)))
 				checkTerms(t, want, d.affinity, requirement(migrate))
 			}
 			step(true)
-			patched(c.Restore(new(said).say))
+			apply(t, d, must(t)(c.Restore(new(said).say)))
 			if !reflect.DeepEqual(d.affinity, want) {
 				t.Errorf("affinity %v, want %v", d.affinity, want)
 			}
 			step(true)
 			step(false)
 			step(false) // It changes nothing.
-			patched(c.Restore(new(said).say))
+			apply(t, d, must(t)(c.Restore(new(said).say)))
 			if _, left := d.Annotations[annotation]; !reflect.DeepEqual(d.affinity, want) || left {
 				t.Errorf("affinity %v with annotations %v, want %v", d.affinity, d.Annotations, want)
 			}
-			patched(c.Restore(new(said).say)) // It changes nothing.
+			apply(t, d, must(t)(c.Restore(new(said).say))) // It changes nothing.
 			if !reflect.DeepEqual(d.affinity, want) {
 				t.Errorf("after a second time: %v, want %v", d.affinity, want)
 			}
@@ -352,14 +379,7 @@ func TestKeepOffAndRestore(t *testing.T) {
 func checkTerms(t *testing.T, before, after any, requirement map[string]any) {
 	t.Helper()
 	terms := func(affinity any) []v1.NodeSelectorTerm {
-		text, err := json.Marshal(affinity)
-		if err != nil {
-			t.Fatal(err)
-		}
-		var a v1.Affinity
-		if err := json.Unmarshal(text, &a); err != nil {
-			t.Fatal(err)
-		}
+		a := parsed[v1.Affinity](t)(json.Marshal(affinity))
 		if a.NodeAffinity == nil || a.NodeAffinity.RequiredDuringSchedulingIgnoredDuringExecution == nil {
 			return nil
 		}
@@ -403,14 +423,8 @@ func TestRestoreAfterAnotherChange(t *testing.T) {
 		if annotated {
 			d.Annotations = map[string]string{annotation: "null"}
 		}
-		if err := json.Unmarshal([]byte(changed), &d.affinity); err != nil {
-			t.Fatal(err)
-		}
-		patch, err := c.Restore(new(said).say)
-		if err != nil {
-			t.Fatal(err)
-		}
-		apply(t, d, patch)
+		d.affinity = parsed[any](t)([]byte(changed), nil)
+		apply(t, d, must(t)(c.Restore(new(said).say)))
 		if got, _ := json.Marshal(d.affinity); string(got) != want {
 			t.Errorf("annotated %t: %s, want %s", annotated, got, want)
 		}
@@ -455,30 +469,13 @@ func TestManifests(t *testing.T) {
 	t.Parallel()
 	for _, mode := range []string{"iptables", "ipvs", "nftables"} {
 		c := clusterOf(t, "kubeadm", `healthzBindAddress: ""`, `healthzBindAddress: 0.0.0.0:20256`)
-		s, err := c.Detect(Options{Mode: mode, Image: "registry.example.org/nodeproxy:v1", Migrate: true}, new(said).say)
-		if err != nil {
-			t.Fatal(err)
-		}
-		text, err := s.Manifests()
-		if err != nil {
-			t.Fatal(err)
-		}
+		s := detected(t, c, Options{Mode: mode, Image: "registry.example.org/nodeproxy:v1", Migrate: true})
 		var ds daemonSet
 		kinds := map[string]int{}
-		for docs := utilyaml.NewYAMLOrJSONDecoder(bytes.NewReader(text), 4096); ; {
-			var raw json.RawMessage
-			if err := docs.Decode(&raw); err != nil {
-				break
-			}
-			var o struct{ Kind string }
-			if err := json.Unmarshal(raw, &o); err != nil {
-				t.Fatal(err)
-			}
-			kinds[o.Kind]++
-			if o.Kind == "DaemonSet" {
-				if err := json.Unmarshal(raw, &ds); err != nil {
-					t.Fatal(err)
-				}
+		for doc := range bytes.SplitSeq(must(t)(s.Manifests()), []byte("---\n")) {
+			o := parsed[daemonSet](t)(doc, nil)
+			if kinds[o.Kind]++; o.Kind == "DaemonSet" {
+				ds = o
 			}
 		}
 		if want := map[string]int{"ServiceAccount": 1, "ClusterRole": 1, "ClusterRoleBinding": 1, "Role": 1, "RoleBinding": 1, "ConfigMap": 1, "DaemonSet": 1}; !reflect.DeepEqual(kinds, want) {
@@ -506,15 +503,12 @@ func TestManifests(t *testing.T) {
 				t.Errorf("%s, %s: image %s", mode, x.Name, x.Image)
 			}
 		}
-		for _, p := range []*v1.Probe{pod.Containers[0].StartupProbe, pod.Containers[0].LivenessProbe, pod.Containers[0].ReadinessProbe} {
+		for _, p := range probesOf(ds) {
 			if p.HTTPGet.Port.IntVal != 20256 {
 				t.Errorf("%s: probe at %v", mode, p.HTTPGet.Port)
 			}
 		}
-		values, err := s.Values()
-		if err != nil {
-			t.Fatal(err)
-		}
+		values := must(t)(s.Values())
 		var v struct {
 			Image        struct{ Repository, Tag string }
 			NodeSelector map[string]string
@@ -545,25 +539,14 @@ func TestNoKernelModules(t *testing.T) {
 		{"kubeadm", Options{Mode: "ipvs"}, true}, {"kubeadm", Options{Mode: "ipvs", NoKernelModules: true}, false}, {"talos", Options{Mode: "ipvs"}, false},
 		{"talos", Options{Mode: "ipvs", NoKernelModules: true}, false},
 	} {
-		var out said
-		s, err := clusterOf(t, test.kind).Detect(test.o, out.say)
-		if err != nil {
-			t.Fatal(err)
-		}
-		manifests, err := s.Manifests()
-		if err != nil {
-			t.Fatal(err)
-		}
+		s := detected(t, clusterOf(t, test.kind), test.o)
+		manifests := must(t)(s.Manifests())
 		for _, text := range []string{"SYS_MODULE", "/lib/modules", "initContainers"} {
 			if bytes.Contains(manifests, []byte(text)) != test.loaded {
 				t.Errorf("%s, %+v: manifests have %s: %t\n%s", test.kind, test.o, text, !test.loaded, manifests)
 			}
 		}
-		values, err := s.Values()
-		if err != nil {
-			t.Fatal(err)
-		}
-		if bytes.Contains(values, []byte("loadKernelModules: false")) == test.loaded {
+		if values := must(t)(s.Values()); bytes.Contains(values, []byte("loadKernelModules: false")) == test.loaded {
 			t.Errorf("%s, %+v: values\n%s", test.kind, test.o, values)
 		}
 	}
@@ -587,35 +570,17 @@ func TestApartFromKubeProxy(t *testing.T) {
 			for _, there := range []bool{true, false} { // With nothing that runs kube-proxy, the nodes tell.
 				c := clusterOf(t, kind)
 				o := Options{APIServer: "10.0.0.5:6443", ClusterCIDR: "10.244.0.0/16", Mode: "nftables"}
-				s, err := c.Detect(o, new(said).say)
-				if err != nil {
-					t.Fatal(err)
-				}
+				s := detected(t, c, o)
 				if !there {
 					c.daemonSets, c.pods = nil, nil
 					s.label = c.proxyLabel()
 				}
-				text, err := s.Manifests()
-				if err != nil {
-					t.Fatal(err)
-				}
-				docs := strings.Split(string(text), "---\n")
-				var ds apps.DaemonSet
-				if err := yaml.Unmarshal([]byte(docs[len(docs)-1]), &ds); err != nil {
-					t.Fatal(err)
-				}
+				ds := parsed[apps.DaemonSet](t)(s.daemonSet())
 				want := &metav1.LabelSelector{MatchLabels: map[string]string{label: "kube-proxy"}}
 				if got := term(t, ds.Spec.Template.Spec.Affinity); !reflect.DeepEqual(got, want) {
 					t.Errorf("nodeproxy is apart from %v, want %v", got, want)
 				}
-				if text, err = s.Values(); err != nil {
-					t.Fatal(err)
-				}
-				var values struct{ Affinity *v1.Affinity }
-				if err := yaml.Unmarshal(text, &values); err != nil {
-					t.Fatal(err)
-				}
-				if values.Affinity == nil {
+				if values := parsed[chartValues](t)(s.Values()); values.Affinity == nil {
 					if label != "k8s-app" {
 						t.Error("the values leave the chart's own affinity")
 					}
@@ -623,13 +588,7 @@ func TestApartFromKubeProxy(t *testing.T) {
 					t.Errorf("by the values, nodeproxy is apart from %v, want %v", got, want)
 				}
 				for only, from := range map[bool][]string{false: {"nodeproxy", "kube-proxy"}, true: {"nodeproxy"}} {
-					if text, err = c.Cleanup("", only); err != nil {
-						t.Fatal(err)
-					}
-					var cleanup apps.DaemonSet
-					if err := yaml.Unmarshal(text, &cleanup); err != nil {
-						t.Fatal(err)
-					}
+					cleanup := parsed[apps.DaemonSet](t)(c.Cleanup("", only))
 					want := &metav1.LabelSelector{MatchExpressions: []metav1.LabelSelectorRequirement{{Key: label, Operator: metav1.LabelSelectorOpIn, Values: from}}}
 					if got := term(t, cleanup.Spec.Template.Spec.Affinity); !reflect.DeepEqual(got, want) {
 						t.Errorf("the cleanup is apart from %v, want %v", got, want)
@@ -678,41 +637,12 @@ func TestNodeAffinity(t *testing.T) {
 	d.Generation = 1
 	for _, kept := range []string{"", "some", "all"} {
 		if kept != "" {
-			patch, err := c.KeepOff(kept == "some", new(said).say)
-			if err != nil {
-				t.Fatal(err)
-			}
-			apply(t, d, patch)
+			apply(t, d, must(t)(c.KeepOff(kept == "some", new(said).say)))
 		}
 		for _, migrate := range []bool{true, false} {
-			s, err := c.Detect(Options{Migrate: migrate}, new(said).say)
-			if err != nil {
-				t.Fatal(err)
-			}
-			text, err := s.daemonSet()
-			if err != nil {
-				t.Fatal(err)
-			}
-			var ds, cleanup apps.DaemonSet
-			if err := yaml.Unmarshal(text, &ds); err != nil {
-				t.Fatal(err)
-			}
-			if text, err = s.Values(); err != nil {
-				t.Fatal(err)
-			}
-			var values struct {
-				Affinity     *v1.Affinity
-				NodeSelector map[string]string
-			}
-			if err := yaml.Unmarshal(text, &values); err != nil {
-				t.Fatal(err)
-			}
-			if text, err = c.Cleanup("", false); err != nil {
-				t.Fatal(err)
-			}
-			if err := yaml.Unmarshal(text, &cleanup); err != nil {
-				t.Fatal(err)
-			}
+			s := detected(t, c, Options{Migrate: migrate})
+			ds, cleanup := parsed[apps.DaemonSet](t)(s.daemonSet()), parsed[apps.DaemonSet](t)(c.Cleanup("", false))
+			values := parsed[chartValues](t)(s.Values())
 			if values.Affinity == nil || values.Affinity.PodAntiAffinity == nil || ds.Spec.Template.Spec.Affinity.PodAntiAffinity == nil {
 				t.Errorf("nothing keeps the pods of the proxies apart: values\n%+v\npods\n%+v", values, ds.Spec.Template.Spec.Affinity)
 			}
@@ -798,34 +728,15 @@ func TestCommandLine(t *testing.T) {
 // TestHealthOnLoopback: where only the node itself may ask for health, the kubelet does so at that address: it would restart the pod else.
 func TestHealthOnLoopback(t *testing.T) {
 	t.Parallel()
-	for addr, host := range map[string]any{"127.0.0.1:10256": "127.0.0.1", "'[::1]:10256'": "::1", "0.0.0.0:10256": nil} {
+	for addr, host := range map[string]string{"127.0.0.1:10256": "127.0.0.1", "'[::1]:10256'": "::1", "0.0.0.0:10256": ""} {
 		c := clusterOf(t, "kubeadm", `    healthzBindAddress: ""`, "    healthzBindAddress: "+addr)
-		var said said
-		s, err := c.Detect(Options{}, said.say)
-		if err != nil {
-			t.Fatal(err)
-		}
-		text, err := s.daemonSet()
-		if err != nil {
-			t.Fatal(err)
-		}
-		var ds struct {
-			Spec struct {
-				Template struct {
-					Spec struct{ Containers []map[string]any }
-				}
+		s := detected(t, c, Options{})
+		for _, probe := range probesOf(parsed[daemonSet](t)(s.daemonSet())) {
+			if probe.HTTPGet.Host != host {
+				t.Errorf("health at %s: the kubelet asks %q, want %q", addr, probe.HTTPGet.Host, host)
 			}
 		}
-		if err := yaml.Unmarshal(text, &ds); err != nil {
-			t.Fatal(err)
-		}
-		for _, probe := range []string{"startupProbe", "livenessProbe", "readinessProbe"} {
-			get := ds.Spec.Template.Spec.Containers[0][probe].(map[string]any)["httpGet"].(map[string]any)
-			if get["host"] != host {
-				t.Errorf("health at %s: the %s asks %v, want %v", addr, probe, get["host"], host)
-			}
-		}
-		if _, err := s.Values(); (err != nil) != (host != nil) {
+		if _, err := s.Values(); (err != nil) != (host != "") {
 			t.Errorf("health at %s: values of the chart: %v", addr, err)
 		}
 	}

@@ -29,7 +29,10 @@ func (s *Setup) Values() ([]byte, error) {
 	}
 	values := map[string]any{
 		"apiServer": map[string]any{"host": s.Host, "port": s.Port},
-		"config":    s.values(),
+		"config":    maps.Clone(s.Config),
+	}
+	for _, field := range []string{"apiVersion", "kind"} { // The chart adds them.
+		delete(values["config"].(map[string]any), field)
 	}
 	if s.NoKernelModules {
 		values["loadKernelModules"] = false
@@ -66,14 +69,6 @@ func loopback(host string) bool {
 	return err == nil && ip.IsLoopback()
 }
 
-// values is the configuration as a value of the chart, which adds what every file says.
-func (s *Setup) values() map[string]any {
-	out := maps.Clone(s.Config)
-	delete(out, "apiVersion")
-	delete(out, "kind")
-	return out
-}
-
 // Manifests returns all objects, for kubectl apply.
 func (s *Setup) Manifests() ([]byte, error) {
 	rbac, err := fs.ReadFile(deploy.Files, "base/rbac.yaml")
@@ -107,27 +102,27 @@ func (s *Setup) daemonSet() ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	ds["metadata"].(map[string]any)["namespace"] = Namespace
-	spec := ds["spec"].(map[string]any)
-	template := spec["template"].(map[string]any)
+	in(ds, "metadata")["namespace"] = Namespace
+	spec := in(ds, "spec")
+	template := in(spec, "template")
 	if mode := s.Config["mode"].(string); mode != "iptables" {
 		overlay, err := manifest("overlays/" + mode + "/daemonset.yaml")
 		if err != nil {
 			return nil, err
 		}
-		patch := overlay["spec"].(map[string]any)["template"].(map[string]any)
+		patch := in(overlay, "spec", "template")
 		if template, err = strategicpatch.StrategicMergeMapPatch(template, patch, v1.PodTemplateSpec{}); err != nil {
 			return nil, fmt.Errorf("overlay of mode %s: %w", mode, err)
 		}
 		spec["template"] = template
 	}
-	pod := template["spec"].(map[string]any)
+	pod := in(template, "spec")
 	if s.NoKernelModules {
 		delete(pod, "initContainers") // The only one is that of mode ipvs, and so is the volume.
 		pod["volumes"] = slices.DeleteFunc(pod["volumes"].([]any), func(v any) bool { return v.(map[string]any)["name"] == "modules" })
 	}
 	if s.Migrate {
-		pod["nodeSelector"].(map[string]any)[Label] = labelOurs
+		in(pod, "nodeSelector")[Label] = labelOurs
 	}
 	keepApart(pod, s.label)
 	withNodeAffinity(pod, s.nodeAffinity)
@@ -146,7 +141,7 @@ func (s *Setup) daemonSet() ([]byte, error) {
 		c["env"] = append(env, map[string]any{"name": "KUBERNETES_SERVICE_HOST", "value": s.Host},
 			map[string]any{"name": "KUBERNETES_SERVICE_PORT", "value": strconv.Itoa(s.Port)})
 		for _, probe := range []string{"startupProbe", "livenessProbe", "readinessProbe"} {
-			get := c[probe].(map[string]any)["httpGet"].(map[string]any)
+			get := in(c, probe, "httpGet")
 			if get["port"] = number; loopback(host) { // By default the kubelet asks the node's address.
 				get["host"] = host
 			}
@@ -179,15 +174,21 @@ func (c *Cluster) Cleanup(image string, onlyNFTables bool) ([]byte, error) {
 	return yaml.Marshal(ds)
 }
 
-// podOf returns the specification of the pods of a DaemonSet.
-func podOf(ds map[string]any) map[string]any {
-	return ds["spec"].(map[string]any)["template"].(map[string]any)["spec"].(map[string]any)
+// in returns an object in another one, by the path to it.
+func in(m map[string]any, path ...string) map[string]any {
+	for _, name := range path {
+		m = m[name].(map[string]any)
+	}
+	return m
 }
+
+// podOf returns the specification of the pods of a DaemonSet.
+func podOf(ds map[string]any) map[string]any { return in(ds, "spec", "template", "spec") }
 
 // keepApart has the scheduler recognise the pods of a proxy by a label, and returns the selector of the only term that keeps them apart.
 func keepApart(pod map[string]any, label string) map[string]any {
-	apart := pod["affinity"].(map[string]any)["podAntiAffinity"].(map[string]any)
-	selector := apart[required].([]any)[0].(map[string]any)["labelSelector"].(map[string]any)
+	apart := in(pod, "affinity", "podAntiAffinity")[required].([]any)
+	selector := in(apart[0].(map[string]any), "labelSelector")
 	if _, is := selector["matchLabels"]; is {
 		selector["matchLabels"] = map[string]any{label: "kube-proxy"}
 		return selector
@@ -200,7 +201,7 @@ func keepApart(pod map[string]any, label string) map[string]any {
 // label of --migrate is in the nodeSelector, and a node has to meet both.
 func withNodeAffinity(pod map[string]any, node any) {
 	if node != nil {
-		pod["affinity"].(map[string]any)["nodeAffinity"] = node
+		in(pod, "affinity")["nodeAffinity"] = node
 	}
 }
 

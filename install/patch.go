@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"reflect"
 	"slices"
 	"strings"
@@ -16,16 +17,7 @@ const annotation = "nodeproxy/affinity-before"
 type operation struct {
 	Op    string `json:"op"`
 	Path  string `json:"path"`
-	Value any    `json:"value"`
-}
-
-// MarshalJSON leaves out the value of a removal, which has none.
-func (o operation) MarshalJSON() ([]byte, error) {
-	if o.Op == "remove" {
-		return json.Marshal(map[string]string{"op": o.Op, "path": o.Path})
-	}
-	type plain operation
-	return json.Marshal(plain(o))
+	Value any    `json:"value,omitempty"` // nil for a removal
 }
 
 const affinityPath = "/spec/template/spec/affinity"
@@ -174,13 +166,8 @@ const required = "requiredDuringSchedulingIgnoredDuringExecution"
 // keptOff adds a requirement to each term of an affinity: a node has to meet one of them. A term without any requirement meets no node, and stays
 // as it is.
 func keptOff(affinity any, requirement map[string]any) any {
-	out := object(affinity)
-	node := object(out["nodeAffinity"])
-	selector := object(node[required])
-	old, _ := selector["nodeSelectorTerms"].([]any)
 	terms := []any{}
-	for _, t := range old {
-		term := object(t)
+	for _, term := range termsOf(affinity) {
 		expressions, _ := term["matchExpressions"].([]any)
 		if fields, _ := term["matchFields"].([]any); len(expressions)+len(fields) > 0 {
 			term["matchExpressions"] = append(slices.Clone(expressions), any(requirement))
@@ -190,23 +177,13 @@ func keptOff(affinity any, requirement map[string]any) any {
 	if len(terms) == 0 {
 		terms = append(terms, map[string]any{"matchExpressions": []any{requirement}})
 	}
-	selector["nodeSelectorTerms"] = terms
-	node[required], out["nodeAffinity"] = selector, node
-	return out
+	return withTerms(affinity, terms)
 }
 
 // letIn takes our requirements out of an affinity, and what is empty then.
 func letIn(affinity any) any {
-	out := object(affinity)
-	node := object(out["nodeAffinity"])
-	selector := object(node[required])
-	old, _ := selector["nodeSelectorTerms"].([]any)
-	if len(old) == 0 {
-		return affinity
-	}
-	terms := []any{}
-	for _, t := range old {
-		term := object(t)
+	old, terms := termsOf(affinity), []any{}
+	for _, term := range old {
 		expressions, _ := term["matchExpressions"].([]any)
 		kept := slices.DeleteFunc(slices.Clone(expressions), func(e any) bool {
 			return reflect.DeepEqual(e, any(requirement(true))) || reflect.DeepEqual(e, any(requirement(false)))
@@ -221,6 +198,26 @@ func letIn(affinity any) any {
 		}
 		terms = append(terms, term)
 	}
+	if len(old) == 0 {
+		return affinity
+	}
+	return withTerms(affinity, terms)
+}
+
+// termsOf returns copies of the terms of an affinity of which a node has to meet one.
+func termsOf(affinity any) (out []map[string]any) {
+	terms, _ := object(object(object(affinity)["nodeAffinity"])[required])["nodeSelectorTerms"].([]any)
+	for _, t := range terms {
+		out = append(out, object(t))
+	}
+	return out
+}
+
+// withTerms returns an affinity with other terms; without any, it leaves out what is empty then.
+func withTerms(affinity any, terms []any) any {
+	out := object(affinity)
+	node := object(out["nodeAffinity"])
+	selector := object(node[required])
 	if len(terms) > 0 {
 		selector["nodeSelectorTerms"] = terms
 		node[required], out["nodeAffinity"] = selector, node
@@ -240,9 +237,7 @@ func letIn(affinity any) any {
 func object(v any) map[string]any {
 	out := map[string]any{}
 	m, _ := v.(map[string]any)
-	for name, value := range m {
-		out[name] = value
-	}
+	maps.Copy(out, m)
 	return out
 }
 

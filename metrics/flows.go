@@ -24,7 +24,7 @@ func newFlowMetrics(s *Set) *flowMetrics {
 		m.took.WithLabelValues(f.String())
 		m.deleted.WithLabelValues(f.String())
 	}
-	s.registry.MustRegister(newConntrackTable(procDir))
+	s.registry.MustRegister(conntrackTable(procDir))
 	return m
 }
 

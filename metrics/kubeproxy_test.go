@@ -72,8 +72,8 @@ func inUse(mode string) *Set {
 
 // withConntrackTable makes s read the state of connection tracking elsewhere than from this machine's kernel.
 func withConntrackTable(s *Set, proc string) {
-	s.registry.Unregister(newConntrackTable(procDir))
-	s.registry.MustRegister(newConntrackTable(proc))
+	s.registry.Unregister(conntrackTable(procDir))
+	s.registry.MustRegister(conntrackTable(proc))
 }
 
 func gather(t testing.TB, s *Set) map[string]*dto.MetricFamily {

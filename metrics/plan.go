@@ -74,12 +74,10 @@ func countsOf(sp *plan.ServicePort) counts {
 	return c
 }
 
-// planMetrics is a collector of what the plan holds. It keeps the ServicePorts that it has counted, so that a change costs what
+// planMetrics is what the plan holds. It keeps the ServicePorts that it has counted, so that a change costs what
 // differs.
 type planMetrics struct {
-	families                             []plan.Family
-	ports, shadowed, endpoints, excluded *prometheus.Desc
-	noLocal                              *prometheus.Desc
+	ports, shadowed, endpoints, excluded, noLocal metric
 
 	mu    sync.Mutex
 	known *plan.Ports
@@ -87,22 +85,23 @@ type planMetrics struct {
 }
 
 func newPlanMetrics(s *Set) *planMetrics {
-	const family = "ip_family"
+	const family, gauge = "ip_family", prometheus.GaugeValue
 	m := &planMetrics{
-		families: s.cfg.Families,
-		ports:    prometheus.NewDesc("nodeproxy_service_ports", "Ports of Services that are proxied.", []string{family}, nil),
-		shadowed: prometheus.NewDesc("nodeproxy_shadowed_frontends",
-			"Addresses and ports that a Service asks for but another Service owns.", []string{family}, nil),
-		endpoints: prometheus.NewDesc("nodeproxy_endpoints", "Endpoints in use, each once for every port of a Service.",
-			[]string{family, "policy"}, nil),
-		excluded: prometheus.NewDesc("nodeproxy_excluded_endpoints",
-			"Endpoints that are not used under a traffic policy, by reason.", []string{family, "policy", "reason"}, nil),
-		noLocal: prometheus.NewDesc("kubeproxy_sync_proxy_rules_no_local_endpoints_total",
-			"Ports of Services with traffic policy Local that have endpoints, but none on this node. It may fall.",
-			[]string{"traffic_policy", family}, nil),
+		ports: newMetric(gauge, "nodeproxy_service_ports", "Ports of Services that are proxied.", family),
+		shadowed: newMetric(gauge, "nodeproxy_shadowed_frontends",
+			"Addresses and ports that a Service asks for but another Service owns.", family),
+		endpoints: newMetric(gauge, "nodeproxy_endpoints", "Endpoints in use, each once for every port of a Service.", family, "policy"),
+		excluded: newMetric(gauge, "nodeproxy_excluded_endpoints",
+			"Endpoints that are not used under a traffic policy, by reason.", family, "policy", "reason"),
+		noLocal: newMetric(prometheus.UntypedValue, "kubeproxy_sync_proxy_rules_no_local_endpoints_total",
+			"Ports of Services with traffic policy Local that have endpoints, but none on this node. It may fall.", "traffic_policy", family),
 	}
 	m.reset()
-	s.registry.MustRegister(m)
+	s.registry.MustRegister(collector{[]metric{m.ports, m.shadowed, m.endpoints, m.excluded, m.noLocal}, func(ch chan<- prometheus.Metric) {
+		for _, f := range s.cfg.Families {
+			m.collect(f, ch)
+		}
+	}})
 	return m
 }
 
@@ -147,32 +146,20 @@ func (m *planMetrics) put(key plan.Key, sp *plan.ServicePort) {
 	m.known.Put(sp)
 }
 
-// Describe implements prometheus.Collector.
-func (m *planMetrics) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{m.ports, m.shadowed, m.endpoints, m.excluded, m.noLocal} {
-		ch <- d
-	}
-}
-
-// Collect implements prometheus.Collector.
-func (m *planMetrics) Collect(ch chan<- prometheus.Metric) {
-	for _, f := range m.families {
-		m.mu.Lock()
-		c := *m.total[f]
-		m.mu.Unlock()
-		send := func(d *prometheus.Desc, kind prometheus.ValueType, n int32, labels ...string) {
-			ch <- prometheus.MustNewConstMetric(d, kind, float64(n), labels...)
+// collect sends what a family has.
+func (m *planMetrics) collect(f plan.Family, ch chan<- prometheus.Metric) {
+	m.mu.Lock()
+	c := *m.total[f]
+	m.mu.Unlock()
+	family := f.String()
+	m.ports.send(ch, float64(c.ports), family)
+	m.shadowed.send(ch, float64(c.shadowed), family)
+	for p, policy := range policies {
+		m.endpoints.send(ch, float64(c.endpoints[p]), family, policy.String())
+		for r := range reasons {
+			m.excluded.send(ch, float64(c.excluded[p][r]), family, policy.String(), reasons[r].label)
 		}
-		family := f.String()
-		send(m.ports, prometheus.GaugeValue, c.ports, family)
-		send(m.shadowed, prometheus.GaugeValue, c.shadowed, family)
-		for p, policy := range policies {
-			send(m.endpoints, prometheus.GaugeValue, c.endpoints[p], family, policy.String())
-			for r := range reasons {
-				send(m.excluded, prometheus.GaugeValue, c.excluded[p][r], family, policy.String(), reasons[r].label)
-			}
-		}
-		send(m.noLocal, prometheus.UntypedValue, c.noneInside, "internal", family)
-		send(m.noLocal, prometheus.UntypedValue, c.noneBeyond, "external", family)
 	}
+	m.noLocal.send(ch, float64(c.noneInside), "internal", family)
+	m.noLocal.send(ch, float64(c.noneBeyond), "external", family)
 }

@@ -56,7 +56,7 @@ func (s *Set) CollectHealthCheckNodePorts(read func() (all, failing int)) {
 // tracking took them for invalid, and those that were accepted for node ports at loopback addresses. What is nil is left
 // out. They are called at each scrape; an error is logged, and the metric left out of that scrape. It must be called only once.
 func (s *Set) CollectPacketCounters(invalidDropped, localhostNodePorts func() (uint64, error)) {
-	if !s.has.chains {
+	if s.cfg.Mode != iptables {
 		return
 	}
 	for _, c := range []struct {
@@ -81,28 +81,42 @@ func (s *Set) CollectPacketCounters(invalidDropped, localhostNodePorts func() (u
 	}
 }
 
-// collect adds a metric that is read at each scrape.
+// collect adds a metric that is read at each scrape. read sends each value with those of the labels.
 func (s *Set) collect(kind prometheus.ValueType, name, help string, read func(send func(float64, ...string)) error, labels ...string) {
-	s.registry.MustRegister(&reader{prometheus.NewDesc(name, help, labels, nil), kind, read})
+	m := newMetric(kind, name, help, labels...)
+	s.registry.MustRegister(collector{[]metric{m}, func(ch chan<- prometheus.Metric) {
+		if err := read(func(value float64, labels ...string) { m.send(ch, value, labels...) }); err != nil {
+			ch <- prometheus.NewInvalidMetric(m.Desc, err)
+		}
+	}})
 }
 
-// reader is a collector of one metric that is read at each scrape.
-type reader struct {
-	desc *prometheus.Desc
+// metric is one that a collector reads.
+type metric struct {
+	*prometheus.Desc
 	kind prometheus.ValueType
-	// read sends each value with those of the labels.
-	read func(send func(value float64, labels ...string)) error
+}
+
+func newMetric(kind prometheus.ValueType, name, help string, labels ...string) metric {
+	return metric{prometheus.NewDesc(name, help, labels, nil), kind}
+}
+
+func (m metric) send(ch chan<- prometheus.Metric, value float64, labels ...string) {
+	ch <- prometheus.MustNewConstMetric(m.Desc, m.kind, value, labels...)
+}
+
+// collector is a collector of metrics that are read at each scrape.
+type collector struct {
+	metrics []metric
+	read    func(chan<- prometheus.Metric)
 }
 
 // Describe implements prometheus.Collector.
-func (r *reader) Describe(ch chan<- *prometheus.Desc) { ch <- r.desc }
-
-// Collect implements prometheus.Collector.
-func (r *reader) Collect(ch chan<- prometheus.Metric) {
-	err := r.read(func(value float64, labels ...string) {
-		ch <- prometheus.MustNewConstMetric(r.desc, r.kind, value, labels...)
-	})
-	if err != nil {
-		ch <- prometheus.NewInvalidMetric(r.desc, err)
+func (c collector) Describe(ch chan<- *prometheus.Desc) {
+	for _, m := range c.metrics {
+		ch <- m.Desc
 	}
 }
+
+// Collect implements prometheus.Collector.
+func (c collector) Collect(ch chan<- prometheus.Metric) { c.read(ch) }

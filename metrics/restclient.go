@@ -18,12 +18,12 @@ type RESTClient struct {
 
 // NewRESTClient returns a RESTClient without any requests.
 func NewRESTClient() *RESTClient {
+	var f factory // which registers nothing
 	return &RESTClient{
-		requests: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "rest_client_requests_total",
-			Help: "Requests to the API server, by status code (or <error>) and method."}, []string{"code", "method", "host"}),
-		duration: prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: "rest_client_request_duration_seconds",
-			Help:    "How long requests to the API server took.",
-			Buckets: []float64{0.005, 0.025, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60}}, []string{"verb", "host"}),
+		requests: f.counterVec("rest_client_requests_total",
+			"Requests to the API server, by status code (or <error>) and method.", "code", "method", "host"),
+		duration: f.histogramVec("rest_client_request_duration_seconds", "How long requests to the API server took.",
+			[]float64{0.005, 0.025, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60}, "verb", "host"),
 	}
 }
 

@@ -12,6 +12,7 @@ import (
 	"net/http"
 	"runtime"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -41,16 +42,13 @@ type Config struct {
 // Set is all metrics of one run of the program. Its methods are safe for concurrent use, and none costs more than a few
 // microseconds unless it says so.
 type Set struct {
+	factory
 	cfg      Config
-	has      features // of the mode
 	registry *prometheus.Registry
-	make     promauto.Factory // registers what it makes
 
 	syncs    *syncMetrics
 	plan     *planMetrics
-	health   *prometheus.CounterVec
-	live     *prometheus.CounterVec
-	ready    *prometheus.CounterVec
+	answers  map[string]*prometheus.CounterVec // by path
 	slis     *healthMetrics
 	findings *prometheus.CounterVec
 	waiting  prometheus.Gauge
@@ -69,15 +67,21 @@ func New(cfg Config) *Set {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
-	s := &Set{cfg: cfg, has: modes[cfg.Mode], registry: prometheus.NewRegistry()}
-	s.make = promauto.With(s.registry)
+	s := &Set{cfg: cfg, registry: prometheus.NewRegistry()}
+	s.factory = factory{promauto.With(s.registry)}
 	s.registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	s.slis = newHealthMetrics()
 	s.syncs = newSyncMetrics(s)
 	s.plan = newPlanMetrics(s)
-	s.health = s.answers("kubeproxy_proxy_healthz_total", "Answers of /healthz, by status code.")
-	s.live = s.answers("kubeproxy_proxy_livez_total", "Answers of /livez, by status code.")
-	s.ready = s.answers("nodeproxy_readyz_total", "Answers of /readyz, by status code.")
+	s.answers = map[string]*prometheus.CounterVec{
+		"/healthz": s.counterVec("kubeproxy_proxy_healthz_total", "Answers of /healthz, by status code.", "code"),
+		"/livez":   s.counterVec("kubeproxy_proxy_livez_total", "Answers of /livez, by status code.", "code"),
+		"/readyz":  s.counterVec("nodeproxy_readyz_total", "Answers of /readyz, by status code.", "code"),
+	}
+	for _, vec := range s.answers {
+		vec.WithLabelValues("200")
+		vec.WithLabelValues("503")
+	}
 	s.findings = s.counterVec("nodeproxy_findings_total", "Findings about objects, and about settings (kind other): problem for "+
 		"what is refused, in whole or in part, note for what is so by design.", "severity", "kind")
 	for _, severity := range []source.Severity{source.Note, source.Problem} {
@@ -112,27 +116,10 @@ func (s *Set) Handler() http.Handler {
 
 // Answered counts an answer of /healthz, /livez or /readyz. Other paths are not counted.
 func (s *Set) Answered(path string, code int) {
-	vec := map[string]*prometheus.CounterVec{"/healthz": s.health, "/livez": s.live, "/readyz": s.ready}[path]
-	if vec != nil {
+	if vec := s.answers[path]; vec != nil {
 		s.slis.answered(path, code)
-		vec.WithLabelValues(codeText(code)).Inc()
+		vec.WithLabelValues(strconv.Itoa(code)).Inc()
 	}
-}
-
-// answers makes a counter of answers with a series for each code that there is.
-func (s *Set) answers(name, help string) *prometheus.CounterVec {
-	vec := s.counterVec(name, help, "code")
-	for _, code := range []int{http.StatusOK, http.StatusServiceUnavailable} {
-		vec.WithLabelValues(codeText(code))
-	}
-	return vec
-}
-
-func codeText(code int) string {
-	if code == http.StatusOK {
-		return "200"
-	}
-	return "503"
 }
 
 // findingKinds are the kinds of objects that findings are counted by; otherKind is for all others, and for settings.
@@ -170,27 +157,38 @@ func number(yes bool) float64 {
 	return 0
 }
 
-func (s *Set) counterVec(name, help string, labels ...string) *prometheus.CounterVec {
-	return s.make.NewCounterVec(prometheus.CounterOpts{Name: name, Help: help}, labels)
+// factory makes metrics, and registers them. The zero factory does not register them.
+type factory struct{ make promauto.Factory }
+
+// in returns what makes metrics that only some modes have. In the others, they are not registered.
+func (s *Set) in(modes ...string) factory {
+	if slices.Contains(modes, s.cfg.Mode) {
+		return s.factory
+	}
+	return factory{}
 }
 
-func (s *Set) gaugeVec(name, help string, labels ...string) *prometheus.GaugeVec {
-	return s.make.NewGaugeVec(prometheus.GaugeOpts{Name: name, Help: help}, labels)
+func (f factory) counterVec(name, help string, labels ...string) *prometheus.CounterVec {
+	return f.make.NewCounterVec(prometheus.CounterOpts{Name: name, Help: help}, labels)
 }
 
-func (s *Set) histogramVec(name, help string, buckets []float64, labels ...string) *prometheus.HistogramVec {
-	return s.make.NewHistogramVec(prometheus.HistogramOpts{Name: name, Help: help, Buckets: buckets}, labels)
+func (f factory) gaugeVec(name, help string, labels ...string) *prometheus.GaugeVec {
+	return f.make.NewGaugeVec(prometheus.GaugeOpts{Name: name, Help: help}, labels)
 }
 
-func (s *Set) counter(name, help string) prometheus.Counter {
-	return s.make.NewCounter(prometheus.CounterOpts{Name: name, Help: help})
+func (f factory) histogramVec(name, help string, buckets []float64, labels ...string) *prometheus.HistogramVec {
+	return f.make.NewHistogramVec(prometheus.HistogramOpts{Name: name, Help: help, Buckets: buckets}, labels)
 }
 
-func (s *Set) gauge(name, help string) prometheus.Gauge {
-	return s.make.NewGauge(prometheus.GaugeOpts{Name: name, Help: help})
+func (f factory) counter(name, help string) prometheus.Counter {
+	return f.make.NewCounter(prometheus.CounterOpts{Name: name, Help: help})
+}
+
+func (f factory) gauge(name, help string) prometheus.Gauge {
+	return f.make.NewGauge(prometheus.GaugeOpts{Name: name, Help: help})
 }
 
 // gaugeFunc makes a gauge that is read at each scrape.
-func (s *Set) gaugeFunc(name, help string, read func() float64) {
-	s.make.NewGaugeFunc(prometheus.GaugeOpts{Name: name, Help: help}, read)
+func (f factory) gaugeFunc(name, help string, read func() float64) {
+	f.make.NewGaugeFunc(prometheus.GaugeOpts{Name: name, Help: help}, read)
 }

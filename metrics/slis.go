@@ -5,6 +5,7 @@ import (
 	"strings"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promauto"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 )
 
@@ -17,14 +18,10 @@ type healthMetrics struct {
 }
 
 func newHealthMetrics() *healthMetrics {
-	m := &healthMetrics{
-		registry: prometheus.NewRegistry(),
-		now: prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "kubernetes_healthcheck",
-			Help: "What a health check answered last: 1 for success, 0 for failure."}, []string{"name", "type"}),
-		all: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "kubernetes_healthchecks_total",
-			Help: "Answers of health checks, by outcome: success or error."}, []string{"name", "status", "type"}),
-	}
-	m.registry.MustRegister(m.now, m.all)
+	m := &healthMetrics{registry: prometheus.NewRegistry()}
+	f := factory{promauto.With(m.registry)}
+	m.now = f.gaugeVec("kubernetes_healthcheck", "What a health check answered last: 1 for success, 0 for failure.", "name", "type")
+	m.all = f.counterVec("kubernetes_healthchecks_total", "Answers of health checks, by outcome: success or error.", "name", "status", "type")
 	return m
 }
 

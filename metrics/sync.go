@@ -35,7 +35,7 @@ const (
 )
 
 type syncMetrics struct {
-	duration, full, partial  *prometheus.HistogramVec // full and partial are nil in modes without the feature partialSyncs
+	duration, full, partial  *prometheus.HistogramVec
 	programming              *prometheus.HistogramVec
 	lastDone, lastQueued     *prometheus.GaugeVec
 	services, slices         prometheus.Counter
@@ -48,6 +48,10 @@ func newSyncMetrics(s *Set) *syncMetrics {
 	const family = "ip_family"
 	m := &syncMetrics{
 		duration: s.histogramVec("kubeproxy_sync_proxy_rules_duration_seconds", "Duration of syncs.", syncBuckets, family),
+		full: s.in(iptables, nftables).histogramVec("kubeproxy_sync_full_proxy_rules_duration_seconds",
+			"Duration of syncs that compared everything with the kernel.", syncBuckets, family),
+		partial: s.in(iptables, nftables).histogramVec("kubeproxy_sync_partial_proxy_rules_duration_seconds",
+			"Duration of syncs that wrote only what had changed.", syncBuckets, family),
 		programming: s.histogramVec("kubeproxy_network_programming_duration_seconds",
 			"Time from a change of a Service or pod to its being in the kernel's rules.", programmingBuckets, family),
 		lastDone:   s.gaugeVec("kubeproxy_sync_proxy_rules_last_timestamp_seconds", "When the last successful sync ended.", family),
@@ -63,17 +67,9 @@ func newSyncMetrics(s *Set) *syncMetrics {
 		failures: s.counter("nodeproxy_sync_failures_total", "Syncs that failed in whole or in part."),
 		retries:  s.counter("nodeproxy_sync_retries_total", "Syncs made because the previous one had failed."),
 	}
-	if s.has.partialSyncs {
-		m.full = s.histogramVec("kubeproxy_sync_full_proxy_rules_duration_seconds",
-			"Duration of syncs that compared everything with the kernel.", syncBuckets, family)
-		m.partial = s.histogramVec("kubeproxy_sync_partial_proxy_rules_duration_seconds",
-			"Duration of syncs that wrote only what had changed.", syncBuckets, family)
-	}
 	for _, f := range s.cfg.Families {
 		for _, vec := range []*prometheus.HistogramVec{m.duration, m.programming, m.full, m.partial} {
-			if vec != nil {
-				vec.WithLabelValues(f.String())
-			}
+			vec.WithLabelValues(f.String())
 		}
 		m.lastQueued.WithLabelValues(f.String()).Set(timestamp(s.cfg.Start)) // as in kube-proxy
 	}
@@ -143,9 +139,7 @@ func (s *Set) Synced(x Sync) {
 			took = total
 		}
 		s.syncs.duration.WithLabelValues(f.String()).Observe(took.Seconds())
-		if kind != nil {
-			kind.WithLabelValues(f.String()).Observe(took.Seconds())
-		}
+		kind.WithLabelValues(f.String()).Observe(took.Seconds())
 		if !x.Failed {
 			s.syncs.lastDone.WithLabelValues(f.String()).Set(timestamp(now))
 		}

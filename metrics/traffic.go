@@ -23,13 +23,13 @@ type TrafficReader interface {
 	Traffic(ctx context.Context) iter.Seq2[plan.Traffic, error]
 }
 
-// trafficMetrics is a collector of traffic by ServicePort. A ServicePort that has got a place keeps it for as long as it is
+// trafficMetrics is the traffic by ServicePort. A ServicePort that has got a place keeps it for as long as it is
 // read: series that come and go with what is busiest at the moment would be of no use. Free places go to those with the most
 // bytes, packets or connections at that time.
 type trafficMetrics struct {
 	reader                                   TrafficReader
 	limit                                    int
-	connections, packets, bytes, out, failed *prometheus.Desc
+	connections, packets, bytes, out, failed metric
 	warn                                     func(error)
 
 	mu       sync.Mutex
@@ -45,31 +45,25 @@ func (s *Set) CollectTraffic(r TrafficReader, limit int) {
 	}
 	labels := []string{"namespace", "service", "port", "protocol", "ip_family"}
 	directed := append(slices.Clone(labels), "direction")
-	s.registry.MustRegister(&trafficMetrics{
+	const counter = prometheus.CounterValue
+	m := &trafficMetrics{
 		reader: r, limit: limit, admitted: map[plan.Key]bool{},
-		warn: func(err error) { s.cfg.Log.Warn("counters of traffic could not all be read", "error", err) },
-		connections: prometheus.NewDesc("nodeproxy_service_connections_total", "Connections through a port of a Service.",
-			labels, nil),
-		packets: prometheus.NewDesc("nodeproxy_service_packets_total",
-			"Packets through a port of a Service, in to its endpoints and out from them.", directed, nil),
-		bytes: prometheus.NewDesc("nodeproxy_service_bytes_total",
-			"Bytes through a port of a Service, in to its endpoints and out from them.", directed, nil),
-		out: prometheus.NewDesc("nodeproxy_service_traffic_left_out",
-			"Ports of Services without metrics of their traffic, because there are more than the limit.", nil, nil),
-		failed: prometheus.NewDesc("nodeproxy_service_traffic_read_failures_total",
-			"Errors in reading counters of traffic from the kernel.", nil, nil),
-	})
-}
-
-// Describe implements prometheus.Collector.
-func (m *trafficMetrics) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{m.connections, m.packets, m.bytes, m.out, m.failed} {
-		ch <- d
+		warn:        func(err error) { s.cfg.Log.Warn("counters of traffic could not all be read", "error", err) },
+		connections: newMetric(counter, "nodeproxy_service_connections_total", "Connections through a port of a Service.", labels...),
+		packets: newMetric(counter, "nodeproxy_service_packets_total",
+			"Packets through a port of a Service, in to its endpoints and out from them.", directed...),
+		bytes: newMetric(counter, "nodeproxy_service_bytes_total",
+			"Bytes through a port of a Service, in to its endpoints and out from them.", directed...),
+		out: newMetric(prometheus.GaugeValue, "nodeproxy_service_traffic_left_out",
+			"Ports of Services without metrics of their traffic, because there are more than the limit."),
+		failed: newMetric(counter, "nodeproxy_service_traffic_read_failures_total",
+			"Errors in reading counters of traffic from the kernel."),
 	}
+	s.registry.MustRegister(collector{[]metric{m.connections, m.packets, m.bytes, m.out, m.failed}, m.collect})
 }
 
-// Collect implements prometheus.Collector.
-func (m *trafficMetrics) Collect(ch chan<- prometheus.Metric) {
+// collect reads the counters.
+func (m *trafficMetrics) collect(ch chan<- prometheus.Metric) {
 	m.mu.Lock() // Two scrapes at once read one after the other.
 	defer m.mu.Unlock()
 	ctx, cancel := context.WithTimeout(context.Background(), trafficTimeout)
@@ -97,8 +91,8 @@ func (m *trafficMetrics) Collect(ch chan<- prometheus.Metric) {
 	for i := range shown {
 		m.send(ch, &shown[i])
 	}
-	ch <- prometheus.MustNewConstMetric(m.out, prometheus.GaugeValue, float64(count-len(shown)))
-	ch <- prometheus.MustNewConstMetric(m.failed, prometheus.CounterValue, float64(m.failures))
+	m.out.send(ch, float64(count-len(shown)))
+	m.failed.send(ch, float64(m.failures))
 }
 
 // admit returns those that have a place. complete is false where some may be missing that still exist: those keep theirs.
@@ -137,7 +131,7 @@ func (m *trafficMetrics) send(ch chan<- prometheus.Metric, t *plan.Traffic) {
 	k := t.Key
 	labels := []string{k.Service.Namespace, k.Service.Name, k.Port, string(k.Protocol), k.Family.String()}
 	for _, v := range []struct {
-		desc      *prometheus.Desc
+		metric
 		value     int64
 		direction []string
 	}{
@@ -146,8 +140,7 @@ func (m *trafficMetrics) send(ch chan<- prometheus.Metric, t *plan.Traffic) {
 		{m.bytes, t.BytesIn, []string{"in"}}, {m.bytes, t.BytesOut, []string{"out"}},
 	} {
 		if v.value != plan.NotCounted {
-			ch <- prometheus.MustNewConstMetric(v.desc, prometheus.CounterValue, float64(v.value),
-				slices.Concat(labels, v.direction)...)
+			v.send(ch, float64(v.value), slices.Concat(labels, v.direction)...)
 		}
 	}
 }

@@ -30,18 +30,18 @@ type Config struct {
 	MasqueradeBit int
 	// Count is Options.Count.
 	Count bool
-	// Failed, if not nil, is called after each failed transaction. cleanup says that the transaction only removed unused objects.
+	// Failed is called after each failed transaction. cleanup says that the transaction only removed unused objects.
 	Failed func(f plan.Family, cleanup bool)
 	// Compared, if not nil, is called after each sync that compared the kernel with what had been written, once for all
 	// families. The first sync, and the one after an error, have nothing to compare with. It must not block.
 	Compared func(drift.Report)
-	// Warn, if not nil, is called once for each scheduler that Services ask for and the mode does not have, and when a share of affinity has nearly no
+	// Warn is called once for each scheduler that Services ask for and the mode does not have, and when a share of affinity has nearly no
 	// room left for clients. It must not block.
 	Warn func(string)
-	// Refused, if not nil, is called with all ServicePorts of a family that the kernel does not take, whenever these are others than
+	// Refused is called with all ServicePorts of a family that the kernel does not take, whenever these are others than
 	// before. It must not block.
 	Refused func(plan.Family, []plan.Refusal)
-	// Clients, if not nil, is called at each comparison of a family with how many clients each share of affinity remembers, unless the kernel
+	// Clients is called at each comparison of a family with how many clients each share of affinity remembers, unless the kernel
 	// does not tell. It must not block.
 	Clients func(f plan.Family, share, clients int)
 	Log     *slog.Logger
@@ -70,18 +70,7 @@ func New(cfg Config) (*Backend, error) {
 	var err error
 	b.Engines, err = backend.Open("nftables", cfg.Families, cfg.Log, func(f plan.Family) (*engine, error) {
 		e := newEngine(f, options, cfg.Log, b.ports.dial)
-		if cfg.Failed != nil {
-			e.failed = cfg.Failed
-		}
-		if cfg.Refused != nil {
-			e.onRefused = cfg.Refused
-		}
-		if cfg.Warn != nil {
-			e.warn = cfg.Warn
-		}
-		if cfg.Clients != nil {
-			e.onClients = cfg.Clients
-		}
+		e.failed, e.onRefused, e.warn, e.onClients = cfg.Failed, cfg.Refused, cfg.Warn, cfg.Clients
 		e.asked = asked
 		return e, try(f, options)
 	})
@@ -164,30 +153,17 @@ func Leftovers() ([]plan.Family, error) { return nft.FamiliesWith(names.NFTables
 // Cleanup removes the tables, including the remembered clients of session affinity.
 func Cleanup() error { return nft.RemoveTables(names.NFTables) }
 
-// ownPorts are the netlink ports of the sockets with which this backend writes. By them, it recognises notifications of its own changes.
-type ownPorts struct {
-	mu   sync.Mutex
-	list map[uint32]bool
-}
+// ownPorts is the set of the netlink ports of the sockets with which this backend writes. By them, it recognises notifications of its
+// own changes.
+type ownPorts struct{ sync.Map }
 
 func (p *ownPorts) dial() (kernel, error) {
 	c, err := nft.Dial()
 	if err != nil {
 		return nil, err
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.list == nil {
-		p.list = map[uint32]bool{}
-	}
-	p.list[c.Port()] = true
+	p.Store(c.Port(), true)
 	return c, nil
-}
-
-func (p *ownPorts) has(port uint32) bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.list[port]
 }
 
 // Watch calls suspect, with the reason, when another program has changed a table of ours. It returns when ctx ends, or with an error if
@@ -198,7 +174,7 @@ func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
 		return err
 	}
 	watch(ctx, func(c nft.Change) {
-		if !b.ports.has(c.Port) && slices.Contains(b.Families(), c.Family) {
+		if _, own := b.ports.Load(c.Port); !own && slices.Contains(b.Families(), c.Family) {
 			suspect(fmt.Sprintf("table %s %s of nftables was changed", nft.FamilyName(c.Family), names.NFTables))
 		}
 	}, func(err error) {

@@ -25,9 +25,7 @@ func BenchmarkFirst(b *testing.B) {
 				_ = Cleanup()
 				e, _ := testEngine(b, plan.IPv4)
 				b.StartTimer()
-				if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-					b.Fatal(err)
-				}
+				synced(b, e, p, plan.Everything())
 				b.StopTimer()
 				_ = e.kernel.Close()
 				e.kernel = nil
@@ -44,13 +42,9 @@ func BenchmarkCompare(b *testing.B) {
 			nstest.Enter(b)
 			p := plantest.Large(size.services, size.endpoints)
 			e, _ := testEngine(b, plan.IPv4)
-			if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-				b.Fatal(err)
-			}
+			synced(b, e, p, plan.Everything())
 			for b.Loop() {
-				if err := e.Sync(context.Background(), p, plan.Everything()); err != nil || len(e.Found) > 0 {
-					b.Fatal(err, e.Found)
-				}
+				syncFindsNothing(b, e, p)
 			}
 		})
 	}
@@ -63,18 +57,13 @@ func BenchmarkOneChange(b *testing.B) {
 		_ = Cleanup()
 		p := plantest.Large(size.services, size.endpoints)
 		e, _ := testEngine(b, plan.IPv4)
-		if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-			b.Fatal(err)
-		}
+		synced(b, e, p, plan.Everything())
 		n := 0
 		change := func(b *testing.B, endpoints int) {
 			i := n * 7 % size.services
 			sp := plantest.LargeService(i, size.services*size.endpoints+n*endpoints, endpoints)
 			n++
-			p.Set(sp)
-			if err := e.Sync(context.Background(), p, plan.Only(plan.Keys{sp.Key: {}})); err != nil {
-				b.Fatal(err)
-			}
+			changeOf(b, e, p, sp)
 		}
 		for _, more := range []int{0, 1} {
 			change(&testing.B{}, size.endpoints+more) // The kind of the other number has its chain.
@@ -95,7 +84,6 @@ func BenchmarkOneChange(b *testing.B) {
 // BenchmarkManyKinds is the first programming of Services under policy Local of which each has a kind of its own: by its affinity
 // timeout, or by its number of endpoints. Then it is one more such Service.
 func BenchmarkManyKinds(b *testing.B) {
-	ctx := context.Background()
 	for name, of := range map[string]func(i int) *plan.ServicePort{"timeouts": ownTimeout, "counts": ownCount} {
 		for _, n := range []int{500, 1000, 3000} {
 			if name == "counts" {
@@ -112,16 +100,12 @@ func BenchmarkManyKinds(b *testing.B) {
 					_ = Cleanup()
 					e, _ := testEngine(b, plan.IPv4)
 					begin := time.Now()
-					if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-						b.Fatal(err)
-					}
+					synced(b, e, p, plan.Everything())
 					first += time.Since(begin)
 					sp := of(n)
 					p.Set(sp)
 					begin = time.Now()
-					if err := e.Sync(ctx, p, plan.Only(plan.Keys{sp.Key: {}})); err != nil {
-						b.Fatal(err)
-					}
+					synced(b, e, p, plan.Only(plan.Keys{sp.Key: {}}))
 					more += time.Since(begin)
 					p.Delete(sp.Key)
 					_ = e.kernel.Close()
@@ -207,9 +191,7 @@ func BenchmarkExtremes(b *testing.B) {
 			nstest.Enter(b)
 			p := plantest.Large(1000, 2)
 			e, _ := testEngine(b, plan.IPv4)
-			if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-				b.Fatal(err)
-			}
+			synced(b, e, p, plan.Everything())
 			err := x.Measure(b, p, func(keys plan.Keys) error { return e.Sync(ctx, p, plan.Only(keys)) }, func() bool { return len(e.unfinished) > 0 })
 			if err != nil {
 				b.Fatal(err)

@@ -60,9 +60,7 @@ func TestCompareBeside(t *testing.T) {
 	e, _ := testEngine(t, plan.IPv4)
 	p := plantest.Large(300, 3)
 	ctx := context.Background()
-	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	synced(t, e, p, plan.Everything())
 	var last drift.Report
 	reports := 0
 	b := &Backend{}
@@ -124,9 +122,7 @@ func TestCompareDuringChanges(t *testing.T) {
 			p.Node, p.Settings = plans[0].Node, plans[0].Settings
 		}
 		p, next := plans[0], plans[1:]
-		if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-			rt.Fatal(err)
-		}
+		synced(rt, e, p, plan.Everything())
 		meddle, meddled := false, false
 		open := beside(e, func() {
 			if len(next) == 0 {
@@ -164,9 +160,7 @@ func TestCompareDuringChanges(t *testing.T) {
 				rt.Fatal(err)
 			}
 			if again {
-				if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-					rt.Fatal(err)
-				}
+				synced(rt, e, p, plan.Everything())
 			}
 		}
 		if err := syncWhole(e, p, plan.Only(nil)); err != nil {
@@ -188,26 +182,20 @@ func TestCompareGivesWay(t *testing.T) {
 	if _, again, err := e.compareBeside(ctx); !again || err != nil {
 		t.Errorf("before anything was written: %t, %v", again, err)
 	}
-	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	synced(t, e, p, plan.Everything())
 	nstest.Exec(t, "nft", "delete element ip nodeproxy services { 10.96.0.12 . tcp . 80 }")
 	k.fail = func(int) error { return unix.EIO }
 	if found, again, err := e.compareBeside(ctx); !again || !errors.Is(err, unix.EIO) || e.current != nil || e.kernel != nil {
 		t.Errorf("where the repair fails: %v, %t, %v", found, again, err)
 	}
 	k.fail = nil
-	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	synced(t, e, p, plan.Everything())
 	holds(t, e, p)
 	beside(e, func() { e.current = nil })
 	if _, again, err := e.compareBeside(ctx); !again || err != nil {
 		t.Errorf("after a sync that failed: %t, %v", again, err)
 	}
-	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	synced(t, e, p, plan.Everything())
 	n := 0
 	open := beside(e, func() { n++; cancel() })
 	if _, _, err := e.compareBeside(ctx); !errors.Is(err, context.Canceled) || n != 1 || open() != 0 {
@@ -222,9 +210,7 @@ func BenchmarkChangeDuringComparison(b *testing.B) {
 			nstest.Enter(b)
 			p := plantest.Large(size.services, size.endpoints)
 			e, _ := testEngine(b, plan.IPv4)
-			if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-				b.Fatal(err)
-			}
+			synced(b, e, p, plan.Everything())
 			var took []time.Duration
 			n := 0
 			for b.Loop() {
@@ -258,9 +244,7 @@ func BenchmarkChangeDuringComparison(b *testing.B) {
 						n++
 						p.Set(sp)
 						start := time.Now()
-						if err := e.Sync(context.Background(), p, plan.Only(plan.Keys{sp.Key: {}})); err != nil {
-							b.Fatal(err)
-						}
+						synced(b, e, p, plan.Only(plan.Keys{sp.Key: {}}))
 						took = append(took, time.Since(start))
 					}
 				}

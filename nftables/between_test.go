@@ -1,7 +1,6 @@
 package nftables
 
 import (
-	"context"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -188,9 +187,7 @@ func TestUntranslated(t *testing.T) {
 			if changes++; changes == 1 {
 				change = plan.Everything()
 			}
-			if err := e.Sync(context.Background(), p, change); err != nil {
-				t.Fatal(err)
-			}
+			synced(t, e, p, change)
 		}
 		for range 2 { // Then all kinds have their chains.
 			sync()

@@ -203,28 +203,23 @@ func (want element) unlike(has value, is bool) (w write, differs bool) {
 	return w, true
 }
 
-// differences names elements that are not as they should be.
+// differences names elements that are not as they should be, in order.
 func (e *engine) differences(unlike []write) (found drift.Found) {
 	slices.SortFunc(unlike, func(a, b write) int { return compareIDs(a.id, b.id) })
 	for _, w := range unlike {
-		found = append(found, e.difference(w.id, w.want, w.had))
+		set := e.sets[w.set]
+		d := drift.Difference{Kind: drift.SetElement, State: drift.Changed, Object: w.text(e.family) + " of set " + set.Name + ofTable(e.family)}
+		switch {
+		case w.had == nil:
+			d.State = drift.Missing
+		case w.want == nil:
+			d.State = drift.Unexpected
+		default:
+			d.Want, d.Have = w.want.text(set), w.had.text(set)
+		}
+		found = append(found, d)
 	}
 	return found
-}
-
-// difference names an element that is not as it was written.
-func (e *engine) difference(i id, want, have *value) drift.Difference {
-	d := drift.Difference{Kind: drift.SetElement, State: drift.Changed,
-		Object: fmt.Sprintf("%s of set %s", i.text(e.family), e.sets[i.set].Name) + ofTable(e.family)}
-	switch {
-	case have == nil:
-		d.State = drift.Missing
-	case want == nil:
-		d.State = drift.Unexpected
-	default:
-		d.Want, d.Have = want.text(e.sets[i.set]), have.text(e.sets[i.set])
-	}
-	return d
 }
 
 // Verify compares what was written of a Service with the kernel, and the chains that lead there. It may run beside Sync and Compare,

@@ -149,20 +149,20 @@ func (d *differ) elements() {
 		svc plan.Service
 	}
 	groups := map[group][]write{}
-	add := func(w write) {
-		g := group{w.set, d.owner(w.id)}
-		groups[g] = append(groups[g], w)
-	}
+	writes := removals(d.have.elements, func(i id) bool {
+		_, wanted := d.want.elements[i]
+		return !wanted && !d.spare(i)
+	})
 	for i, v := range d.want.elements {
 		has, is := d.have.elements[i]
 		if w, differs := (element{i, v}).unlike(has, is); differs {
-			add(w)
+			writes = append(writes, w)
 		}
 	}
-	for i, v := range d.have.elements {
-		if _, wanted := d.want.elements[i]; !wanted && !d.spare(i) {
-			add(write{id: i, had: &v})
-		}
+	slices.SortFunc(writes, func(a, b write) int { return compareIDs(a.id, b.id) })
+	for _, w := range writes {
+		g := group{w.set, d.owner(w.id)}
+		groups[g] = append(groups[g], w)
 	}
 	all := sets(d.family)
 	for _, g := range slices.SortedFunc(maps.Keys(groups), func(a, b group) int { return cmp.Or(cmp.Compare(a.set, b.set), a.svc.Compare(b.svc)) }) {
@@ -174,7 +174,7 @@ func (d *differ) elements() {
 		if g.svc != (plan.Service{}) {
 			h.Services = []string{g.svc.String()}
 		}
-		for _, w := range slices.SortedFunc(slices.Values(groups[g]), func(a, b write) int { return compareIDs(a.id, b.id) }) {
+		for _, w := range groups[g] {
 			if w.had != nil {
 				h.Have = append(h.Have, w.text(d.family)+w.had.text(set))
 			}

@@ -1,7 +1,6 @@
 package nftables
 
 import (
-	"context"
 	"os/exec"
 	"strings"
 	"testing"
@@ -27,7 +26,6 @@ func readTable(t interface{ Fatal(...any) }, e *engine) *Table {
 // a Service has other frontends, its endpoints keep their numbers, which the kernel alone does not tell.
 func TestDiff(t *testing.T) {
 	nstest.Enter(t)
-	ctx := context.Background()
 	rapid.Check(t, func(rt *rapid.T) {
 		f := rapid.SampledFrom(plan.Families[:]).Draw(rt, "family")
 		_ = Cleanup()
@@ -49,9 +47,7 @@ func TestDiff(t *testing.T) {
 			if restarted {
 				e.forget()
 			}
-			if err := e.Sync(ctx, p, change); err != nil {
-				rt.Fatal(err)
-			}
+			synced(rt, e, p, change)
 			now := readTable(rt, e)
 			if left := Diff(f, now, want); len(left) > 0 && restarted {
 				rt.Fatalf("the sync did otherwise than was predicted: %q", left)
@@ -73,9 +69,7 @@ func TestDiffOfDamage(t *testing.T) {
 	nstest.Enter(t)
 	e, _ := testEngine(t, plan.IPv4)
 	p := plantest.Large(3, 2)
-	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	synced(t, e, p, plan.Everything())
 	for _, tc := range []struct{ nft, repair, object, service, removed, added string }{
 		{"add element ip nodeproxy cluster-ips { 192.0.2.1 }", "delete element ip nodeproxy cluster-ips { 192.0.2.1 }",
 			"set cluster-ips", "", "192.0.2.1", ""},
@@ -117,8 +111,6 @@ func TestDiffOfDamage(t *testing.T) {
 			}
 			continue
 		}
-		if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		synced(t, e, p, plan.Everything())
 	}
 }

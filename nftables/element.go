@@ -123,6 +123,17 @@ type written struct {
 // numbering is the endpoints under the two policies, indexed by their numbers in the maps.
 type numbering struct{ cluster, local []netip.AddrPort }
 
+// listed returns the endpoints of the ServicePort that get numbers, under policy Local or Cluster.
+func (w written) listed(local bool) []plan.Endpoint {
+	switch {
+	case w.sp == nil:
+		return nil
+	case local:
+		return usable(w.sp, w.sp.Endpoints.Local)
+	}
+	return usable(w.sp, w.sp.Endpoints.Cluster)
+}
+
 // endpoints returns the endpoints under policy Local or Cluster, indexed by their numbers.
 func (w written) endpoints(local bool) []netip.AddrPort {
 	switch {
@@ -130,23 +141,16 @@ func (w written) endpoints(local bool) []netip.AddrPort {
 		return w.numbers.local
 	case w.numbers != nil:
 		return w.numbers.cluster
-	case w.sp == nil:
-		return nil
-	case local:
-		return addressesOf(usable(w.sp, w.sp.Endpoints.Local))
 	}
-	return addressesOf(usable(w.sp, w.sp.Endpoints.Cluster))
+	return addressesOf(w.listed(local))
 }
 
 // numbered is the length of endpoints.
 func (w written) numbered(local bool) int {
-	switch {
-	case w.numbers != nil || w.sp == nil:
+	if w.numbers != nil {
 		return len(w.endpoints(local))
-	case local:
-		return len(usable(w.sp, w.sp.Endpoints.Local))
 	}
-	return len(usable(w.sp, w.sp.Endpoints.Cluster))
+	return len(w.listed(local))
 }
 
 // placed numbers endpoints, of which some may be listed more than once. An endpoint keeps the numbers that it has in before if possible, so
@@ -358,8 +362,8 @@ func stepsOf(r netip.Prefix) iter.Seq[netip.Prefix] {
 func fixed(used map[kind]bool) map[id]value {
 	out := map[id]value{}
 	for k := range used {
-		for _, set := range k.sets() {
-			out[id{set: set, key: string(native(k.number()))}] = value{chain: k.chain()}
+		for _, lead := range k.leads() {
+			out[lead.id] = lead.value
 		}
 	}
 	for b := range 256 {

@@ -19,7 +19,6 @@ import (
 // TestWrittenInFlight: what is written while the next transaction is prepared counts as written, and what the kernel has refused does not.
 func TestWrittenInFlight(t *testing.T) {
 	nstest.Enter(t)
-	ctx := context.Background()
 	for _, most := range []int{mostInTransaction, 50} {
 		_ = Cleanup()
 		e, k := testEngine(t, plan.IPv4)
@@ -33,16 +32,12 @@ func TestWrittenInFlight(t *testing.T) {
 				t.Errorf("%s, at most %d in a transaction: %d elements count as written, want %d", what, most, got, want)
 			}
 		}
-		if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		synced(t, e, p, plan.Everything())
 		expect("the first sync", all)
 		empty := plan.New(p.Node, p.Settings)
 		changed := plantest.Differing(p, empty)
 		all -= len(without(empty, e, kinds, kindsWithin))
-		if err := e.Sync(ctx, empty, plan.Only(changed)); err != nil {
-			t.Fatal(err)
-		}
+		synced(t, e, empty, plan.Only(changed))
 		expect("removing all", all)
 		if most > 50 {
 			continue
@@ -54,9 +49,7 @@ func TestWrittenInFlight(t *testing.T) {
 			}
 			return nil
 		}
-		if err := e.Sync(ctx, p, plan.Only(changed)); err != nil {
-			t.Fatal(err)
-		}
+		synced(t, e, p, plan.Only(changed))
 		expect("a refusal in the middle", all)
 		holds(t, e, p)
 	}
@@ -83,9 +76,7 @@ func TestFlightAtTheEnd(t *testing.T) {
 				_ = Cleanup()
 				e, k := testEngine(t, plan.IPv4)
 				e.most = 40
-				if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-					t.Fatal(err)
-				}
+				synced(t, e, p, plan.Everything())
 				ctx, cancel := context.WithCancel(context.Background())
 				begun := k.commits
 				cancels := at%2 == 0
@@ -141,9 +132,7 @@ func TestCountersUnread(t *testing.T) {
 	e, k := testEngine(t, plan.IPv4)
 	e.traffic = newTrafficReader(nil)
 	p := plantest.Large(3, 2)
-	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	synced(t, e, p, plan.Everything())
 	u := &unreadable{kernel: k.kernel}
 	k.kernel = u
 	sp := plantest.LargeService(1, 50, 3)

@@ -10,7 +10,6 @@ import (
 	"os/exec"
 	"slices"
 	"strings"
-	"syscall"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -33,24 +32,18 @@ var mends = map[string]func(*testing.T, *engine, *plan.Plan) drift.Found{
 			t.Error(err)
 		}
 		if again {
-			if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-				t.Error(err)
-			}
+			synced(t, e, p, plan.Everything())
 			found = append(found, e.Found...)
 		}
 		return found
 	},
 	"by a sync": func(t *testing.T, e *engine, p *plan.Plan) drift.Found {
-		if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-			t.Error(err)
-		}
+		synced(t, e, p, plan.Everything())
 		return e.Found
 	},
 	"by a start": func(t *testing.T, e *engine, p *plan.Plan) drift.Found {
 		e.forget()
-		if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-			t.Error(err)
-		}
+		synced(t, e, p, plan.Everything())
 		return nil
 	},
 }
@@ -88,7 +81,7 @@ func TestCatchAll(t *testing.T) {
 		_ = Cleanup()
 		e, k := testEngine(t, f)
 		p := plantest.Clusters().Example(1).Plan
-		must(t, e.Sync(context.Background(), p, plan.Everything()))
+		synced(t, e, p, plan.Everything())
 		for i, set := range e.sets {
 			for how, mend := range mends {
 				if f == plan.IPv6 && how != "beside syncs" {
@@ -121,7 +114,7 @@ func TestForeignElements(t *testing.T) {
 	nstest.Enter(t)
 	e, k := testEngine(t, plan.IPv4)
 	p := plantest.Large(20, 3)
-	must(t, e.Sync(context.Background(), p, plan.Everything()))
+	synced(t, e, p, plan.Everything())
 	sp := p.Services[plantest.LargeService(2, 0, 3).Key]
 	name := nameOf(plan.IPv4, sp.Frontends[0])
 	endpoint := id{set: endpoints, key: indexed(name, 1)}
@@ -208,7 +201,7 @@ func TestIntruders(t *testing.T) {
 	nstest.Enter(t)
 	e, _ := testEngine(t, plan.IPv4)
 	p := plantest.Large(20, 3)
-	must(t, e.Sync(context.Background(), p, plan.Everything()))
+	synced(t, e, p, plan.Everything())
 	rememberClient(t)
 	for _, c := range []struct {
 		nft  string
@@ -268,7 +261,7 @@ func TestIntruderAtUnknown(t *testing.T) {
 	ctx := context.Background()
 	e, _ := testEngine(t, plan.IPv4)
 	p := plantest.Large(20, 3)
-	must(t, e.Sync(ctx, p, plan.Everything()))
+	synced(t, e, p, plan.Everything())
 	nstest.Exec(t, "nft", "add chain ip nodeproxy evil { type filter hook forward priority 0; policy drop; }; add element ip nodeproxy services { * : 1:1 }")
 	again, _ := testEngine(t, plan.IPv4)
 	some := plantest.Large(3, 1)
@@ -296,7 +289,7 @@ func TestIntruderAtUnknown(t *testing.T) {
 	if found, more, err := again.compareBeside(ctx); len(found) > 0 || more || err != nil {
 		t.Errorf("a comparison found %v, %t, %v", found, more, err)
 	}
-	must(t, again.Sync(ctx, p, plan.Everything()))
+	synced(t, again, p, plan.Everything())
 	holds(t, again, p)
 }
 
@@ -304,7 +297,6 @@ func TestIntruderAtUnknown(t *testing.T) {
 // known and none is refused any more. Until then, a refused Service keeps what it has.
 func TestIntruderAtStart(t *testing.T) {
 	nstest.Enter(t)
-	ctx := context.Background()
 	for _, partial := range []bool{false, true} {
 		_ = Cleanup()
 		e, s, _ := faultyEngine(t, plan.IPv4)
@@ -313,7 +305,7 @@ func TestIntruderAtStart(t *testing.T) {
 		p.Set(before)
 		sync := func() {
 			t.Helper()
-			must(t, e.Sync(ctx, p, plan.Everything()))
+			synced(t, e, p, plan.Everything())
 		}
 		sync()
 		rememberClient(t)
@@ -321,12 +313,7 @@ func TestIntruderAtStart(t *testing.T) {
 		e.forget()
 		if p.Partial = partial; !partial {
 			p.Set(bad)
-			s.refuses = func(_, key string) syscall.Errno {
-				if strings.HasPrefix(key, nameOf(plan.IPv4, bad.Frontends[0])) {
-					return unix.EINVAL
-				}
-				return 0
-			}
+			s.refuse(unix.EINVAL, func(_, key string) bool { return strings.HasPrefix(key, nameOf(plan.IPv4, bad.Frontends[0])) })
 		}
 		for range 2 {
 			sync()
@@ -352,7 +339,7 @@ func TestIntruderAtStart(t *testing.T) {
 func TestFlowtable(t *testing.T) {
 	nstest.Enter(t)
 	e, k := testEngine(t, plan.IPv4)
-	must(t, e.Sync(context.Background(), plantest.Large(3, 1), plan.Everything()))
+	synced(t, e, plantest.Large(3, 1), plan.Everything())
 	b := nft.NewBatch(plan.IPv4, names.NFTables)
 	intruders{objects: []nft.Object{{Name: "fast"}}}.disarm(b)
 	if err := k.kernel.Commit(b); !errors.Is(err, unix.ENOENT) || !strings.Contains(err.Error(), "removing flowtable fast") {
@@ -367,7 +354,7 @@ func TestNotRemovable(t *testing.T) {
 		_ = Cleanup()
 		e, k := testEngine(t, plan.IPv4)
 		p := plantest.Large(20, 3)
-		must(t, e.Sync(context.Background(), p, plan.Everything()))
+		synced(t, e, p, plan.Everything())
 		nstest.Exec(t, "nft", "add element ip nodeproxy services { * : 1:1 }")
 		k.commits = 0
 		fails := 1
@@ -408,7 +395,7 @@ func TestComparisonPanics(t *testing.T) {
 	e.failed = func(plan.Family, bool) { failed++ }
 	p := plantest.Large(20, 3)
 	ctx := context.Background()
-	must(t, e.Sync(ctx, p, plan.Everything()))
+	synced(t, e, p, plan.Everything())
 	nstest.Exec(t, "nft", "flush map ip nodeproxy services")
 	e.reader = func() (kernel, error) {
 		r, err := read()
@@ -418,7 +405,7 @@ func TestComparisonPanics(t *testing.T) {
 		t.Errorf("beside syncs: %t, %v", again, err)
 	}
 	k.kernel = panicking{k.kernel}
-	must(t, e.Sync(ctx, p, plan.Everything()))
+	synced(t, e, p, plan.Everything())
 	if len(e.Found) != 1 || e.Found[0].Kind != drift.Table || failed != 2 {
 		t.Errorf("found %v, and %d failures", e.Found, failed)
 	}
@@ -444,7 +431,7 @@ func TestAnswersPanic(t *testing.T) {
 	e.mostListed = 2
 	p := plantest.Large(1000, 4)
 	ctx := context.Background()
-	must(t, e.Sync(ctx, p, plan.Everything()))
+	synced(t, e, p, plan.Everything())
 	e.reader = func() (kernel, error) {
 		r, err := read()
 		return panickingAnswers{r}, err
@@ -486,7 +473,7 @@ func FuzzElement(f *testing.F) {
 			_ = s.placesFound(&plan.ServicePort{})
 			_ = rangesByFrontend(family, s.have)
 			_ = e.keptFor([]*plan.ServicePort{{}}, s.have)
-			_ = fmt.Sprint(e.difference(i, nil, &v))
+			_ = fmt.Sprint(e.differences([]write{{id: i, had: &v}}))
 		}
 	})
 }

@@ -128,27 +128,25 @@ func (e *engine) panicked(with any) error {
 	return err
 }
 
-// terms are those of kinds, in order of the kinds.
-func terms(of []kind) []term {
-	var out []term
-	seen := map[term]bool{}
-	for _, k := range of {
-		if t := k.term(); t.seconds > 0 && !seen[t] {
-			out, seen[t] = append(out, t), true
-		}
-	}
-	return out
-}
-
 // kindChains are the chains of kinds that are not of the layout, with those of their terms.
 func (l *layout) kindChains(of map[kind]bool) []nft.Chain {
-	var out []nft.Chain
-	sorted := slices.SortedFunc(maps.Keys(of), compareKinds)
-	for _, t := range terms(sorted) {
-		out = append(out, t.chains(l.family)...)
+	return l.chainsBeside(nil, slices.SortedFunc(maps.Keys(of), compareKinds))
+}
+
+// chainsBeside are the chains of kinds where those of others are there already.
+func (l *layout) chainsBeside(others map[kind]bool, more []kind) (out []nft.Chain) {
+	there := map[term]bool{}
+	for k := range others {
+		there[k.term()] = true
 	}
-	for _, k := range sorted {
-		if k.treatment > drop {
+	for _, k := range more {
+		if t := k.term(); t.seconds > 0 && !there[t] {
+			there[t] = true
+			out = append(out, t.chains(l.family)...)
+		}
+	}
+	for _, k := range more {
+		if k.treatment > drop { // The others have chains of the layout.
 			out = append(out, l.chain(k))
 		}
 	}

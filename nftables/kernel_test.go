@@ -69,6 +69,30 @@ func testEngine(t testing.TB, f plan.Family) (*engine, *counted) {
 	return e, k
 }
 
+// synced makes a sync, which must not fail.
+func synced(t fataler, e interface {
+	Sync(context.Context, *plan.Plan, plan.Change) error
+}, p *plan.Plan, change plan.Change) {
+	t.Helper()
+	must(t, e.Sync(context.Background(), p, change))
+}
+
+// syncFindsNothing makes a sync of everything that finds the kernel as it should be.
+func syncFindsNothing(t fataler, e *engine, p *plan.Plan) {
+	t.Helper()
+	if synced(t, e, p, plan.Everything()); len(e.Found) > 0 {
+		t.Fatalf("a sync of everything found %v", e.Found)
+	}
+}
+
+// comparisonFindsNothing is the same for a comparison beside syncs.
+func comparisonFindsNothing(t fataler, e *engine) {
+	t.Helper()
+	if found, again, err := e.compareBeside(context.Background()); len(found) > 0 || again || err != nil {
+		t.Fatalf("a comparison found %v, %t, %v", found, again, err)
+	}
+}
+
 // syncWhole makes as many syncs as a change takes.
 func syncWhole(e *engine, p *plan.Plan, change plan.Change) error {
 	err := e.Sync(context.Background(), p, change)
@@ -121,14 +145,8 @@ func content(f plan.Family, all map[id]value) string {
 }
 
 func desired(p *plan.Plan, f plan.Family, o Options) (l *layout, all map[id]value, used map[kind]bool) {
-	l = &layout{family: f, options: o, settings: p.Settings, node: p.Node, partial: p.Partial}
-	all, used = map[id]value{}, map[kind]bool{}
-	for _, sp := range p.Sorted(f) {
-		l.fill(place(written{}, sp), all, used)
-	}
-	for i, v := range fixed(used) {
-		all[i] = v
-	}
+	l = layoutOf(p, f, o)
+	_, all, used = l.desired(p, func(*plan.ServicePort) written { return written{} })
 	return l, all, used
 }
 
@@ -275,15 +293,11 @@ func TestIncrementalEqualsFull(t *testing.T) {
 				holds(rt, e, p)
 			}
 			last := plans[len(plans)-1]
-			if err := e.Sync(context.Background(), last, plan.Everything()); err != nil || len(e.Found) > 0 {
-				rt.Fatalf("a comparison found %v, %v", e.Found, err)
-			}
+			syncFindsNothing(rt, e, last)
 			again, k := testEngine(t, f)
 			defer func() { _ = again.kernel.Close() }()
 			readsByKey(rt, again)
-			if err := again.Sync(context.Background(), last, plan.Everything()); err != nil {
-				rt.Fatalf("%v", err)
-			}
+			synced(rt, again, last, plan.Everything())
 			if k.commits > 0 {
 				rt.Fatalf("a start over what was there made %d transactions", k.commits)
 			}
@@ -302,9 +316,7 @@ func TestOneChange(t *testing.T) {
 	sync := func(changed plan.Change) {
 		t.Helper()
 		k.commits, k.most = 0, 0
-		if err := e.Sync(context.Background(), p, changed); err != nil {
-			t.Fatal(err)
-		}
+		synced(t, e, p, changed)
 	}
 	sync(plan.Everything())
 	sp := *plantest.LargeService(17, 17*50, 50)
@@ -339,7 +351,7 @@ func TestStartFindsNumbers(t *testing.T) {
 	sp.InternalPolicy = plan.Local
 	sp.Frontends = append(slices.Clone(sp.Frontends), plan.Frontend{Kind: plan.ExternalIP, Addr: netip.MustParseAddr("192.0.2.1"), Port: 80, Protocol: sp.Key.Protocol})
 	p.Set(&sp)
-	must(t, e.Sync(context.Background(), p, plan.Everything()))
+	synced(t, e, p, plan.Everything())
 	fewer := sp
 	fewer.Endpoints.Cluster = slices.Delete(slices.Clone(sp.Endpoints.Cluster), 0, 1)
 	p.Set(&fewer)
@@ -348,7 +360,7 @@ func TestStartFindsNumbers(t *testing.T) {
 	holds(t, e, p)
 
 	again, k := testEngine(t, plan.IPv4)
-	must(t, again.Sync(context.Background(), p, plan.Everything()))
+	synced(t, again, p, plan.Everything())
 	if k.commits > 0 {
 		t.Errorf("a start over what was there made %d transactions", k.commits)
 	}
@@ -359,9 +371,7 @@ func TestAllElementsArrive(t *testing.T) {
 	nstest.Enter(t)
 	e, k := testEngine(t, plan.IPv4)
 	p := plantest.Large(6000, 5)
-	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	synced(t, e, p, plan.Everything())
 	if k.most > mostInTransaction+300 {
 		t.Errorf("a transaction had %d elements", k.most)
 	}
@@ -424,10 +434,7 @@ func TestDrift(t *testing.T) {
 	nstest.Enter(t)
 	e, _ := testEngine(t, plan.IPv4)
 	p := plantest.Large(20, 3)
-	ctx := context.Background()
-	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	synced(t, e, p, plan.Everything())
 	for _, tc := range []struct {
 		nft   string
 		kind  drift.Kind
@@ -451,18 +458,14 @@ func TestDrift(t *testing.T) {
 		if out, err := exec.Command("nft", tc.nft).CombinedOutput(); err != nil {
 			t.Fatalf("nft %s: %v: %s", tc.nft, err, out)
 		}
-		if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		synced(t, e, p, plan.Everything())
 		if !slices.ContainsFunc(e.Found, func(d drift.Difference) bool {
 			return d.Kind == tc.kind && d.State == tc.state && strings.HasPrefix(d.Object, tc.what)
 		}) && !strings.Contains(tc.nft, "same-byte") || len(e.Found) == 0 {
 			t.Errorf("after %q, found %v", tc.nft, e.Found)
 		}
 		holds(t, e, p)
-		if err := e.Sync(ctx, p, plan.Everything()); err != nil || len(e.Found) > 0 {
-			t.Errorf("after the repair, found %v; %v", e.Found, err)
-		}
+		syncFindsNothing(t, e, p)
 	}
 }
 
@@ -482,9 +485,7 @@ func TestOtherLayout(t *testing.T) {
 		t.Errorf("while not all Services are known: %v, %d transactions", err, k.commits)
 	}
 	p.Partial = false
-	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	synced(t, e, p, plan.Everything())
 	if k.commits != 1 {
 		t.Errorf("it took %d transactions, want 1", k.commits)
 	}
@@ -494,22 +495,17 @@ func TestOtherLayout(t *testing.T) {
 // TestPartial: while not all Services are known, what the kernel has for others stays, and nothing is refused for want of one.
 func TestPartial(t *testing.T) {
 	nstest.Enter(t)
-	ctx := context.Background()
 	e, _ := testEngine(t, plan.IPv4)
 	p := plantest.Large(30, 2)
 	p.Settings.ServiceCIDRs = []netip.Prefix{netip.MustParsePrefix("10.96.0.0/12")}
-	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	synced(t, e, p, plan.Everything())
 	again, _ := testEngine(t, plan.IPv4)
 	some := plantest.Large(3, 1)
 	some.Settings, some.Partial = p.Settings, true
 	some.Settings.NodePortAddresses.Primary, some.Node.IPs = true, nil // The Node is not known either.
 	sync := func(changed plan.Change) {
 		t.Helper()
-		if err := again.Sync(ctx, some, changed); err != nil {
-			t.Fatal(err)
-		}
+		synced(t, again, some, changed)
 	}
 	sync(plan.Everything())
 	elements := func(set setID) (n int) {
@@ -552,9 +548,7 @@ func TestListed(t *testing.T) {
 		t.Helper()
 		for _, f := range plan.Families {
 			e, _ := testEngine(t, f)
-			if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-				t.Fatal(err)
-			}
+			synced(t, e, p, plan.Everything())
 		}
 		for _, nftProgram := range programs {
 			out, err := exec.Command(nftProgram, "list", "ruleset").CombinedOutput()
@@ -617,9 +611,7 @@ func TestNew(t *testing.T) {
 	if out, err := exec.Command("nft", "list", "ruleset").CombinedOutput(); err != nil || len(out) > 0 {
 		t.Errorf("the kernel has %q, %v", out, err)
 	}
-	if err := b.Sync(context.Background(), plantest.Large(3, 1), plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	synced(t, b, plantest.Large(3, 1), plan.Everything())
 	if left, err := Leftovers(); len(left) != 2 || err != nil {
 		t.Errorf("there are tables of %v, %v", left, err)
 	}
@@ -638,14 +630,11 @@ func TestNew(t *testing.T) {
 // TestKindLeadsElsewhere: where another program has a kind lead elsewhere and has removed its chain, both are mended.
 func TestKindLeadsElsewhere(t *testing.T) {
 	nstest.Enter(t)
-	ctx := context.Background()
 	for _, known := range []bool{true, false} {
 		_ = Cleanup()
 		e, k := testEngine(t, plan.IPv4)
 		p := plantest.Large(3, 2)
-		if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		synced(t, e, p, plan.Everything())
 		of, _ := e.current[plantest.LargeService(0, 0, 2).Key].kindsOf(p.Services[plantest.LargeService(0, 0, 2).Key].Frontends[0])
 		number := id{set: kinds, key: string(native(of.number()))}
 		lead, remove := nft.NewBatch(plan.IPv4, names.NFTables), nft.NewBatch(plan.IPv4, names.NFTables)
@@ -660,9 +649,7 @@ func TestKindLeadsElsewhere(t *testing.T) {
 		if !known {
 			e.forget()
 		}
-		if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		synced(t, e, p, plan.Everything())
 		holds(t, e, p)
 	}
 }
@@ -678,9 +665,7 @@ func TestClientsAreCollected(t *testing.T) {
 	now, _ := testEngine(t, plan.IPv4)
 	p := plantest.Large(3, 1)
 	for _, e := range []*engine{earlier, now} {
-		if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		synced(t, e, p, plan.Everything())
 		holds(t, e, p)
 	}
 	if out := listShares(t); strings.Count(out, "gc-interval 30s") != affinityShares {

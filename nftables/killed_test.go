@@ -73,9 +73,7 @@ func TestKilled(t *testing.T) {
 			t.Errorf("killed between transactions with %d of %d Services", n, len(p.Services))
 		}
 		t.Logf("killed with %d of %d Services", n, len(p.Services))
-		if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		synced(t, e, p, plan.Everything())
 		holds(t, e, p)
 	}
 	t.Logf("%d rounds ended in the middle", partial)

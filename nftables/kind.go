@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"fmt"
 	"slices"
-	"strings"
 
 	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
@@ -133,40 +132,24 @@ func roundAffinity(seconds uint64) uint32 {
 
 // chain returns the name of the kind's chain.
 func (k kind) chain() string {
-	var parts []string
-	switch k.treatment {
-	case reject:
-		return names.NFTReject
-	case reset:
-		return names.NFTRejectReset
-	case drop:
-		return names.NFTDrop
-	case internal:
-		parts = append(parts, "cluster-ip")
-	case external:
-		parts = append(parts, "external")
-	case split:
-		parts = append(parts, "external-local")
-	case within:
-		parts = append(parts, "within")
+	name := [...]string{
+		reject: names.NFTReject, reset: names.NFTRejectReset, drop: names.NFTDrop,
+		internal: "cluster-ip", external: "external", split: "external-local", within: "within",
+	}[k.treatment]
+	if k.treatment <= drop {
+		return name
 	}
 	if k.nodePort {
-		parts = append(parts, "node-port")
+		name += "-node-port"
 	}
 	if k.local && k.treatment != split {
-		parts = append(parts, "local")
+		name += "-local"
 	}
-	parts = append(parts, fmt.Sprint(k.count))
+	name += fmt.Sprintf("-%d", k.count)
 	if k.affinity > 0 {
-		parts = append(parts, fmt.Sprintf("sticky-%ds", k.affinity))
+		name += fmt.Sprintf("-sticky-%ds", k.affinity)
 	}
-	switch k.schedule {
-	case bySource:
-		parts = append(parts, "by-source")
-	case bySourcePort:
-		parts = append(parts, "by-source-port")
-	}
-	return strings.Join(parts, "-")
+	return name + [...]string{bySource: "-by-source", bySourcePort: "-by-source-port"}[k.schedule]
 }
 
 // choose returns the kind for count endpoints; without any, that is drop.
@@ -230,6 +213,14 @@ func side(set bool) int {
 func compareKinds(a, b kind) int {
 	return cmp.Or(cmp.Compare(a.treatment, b.treatment), side(a.nodePort)-side(b.nodePort), side(a.local)-side(b.local),
 		cmp.Compare(a.count, b.count), cmp.Compare(a.affinity, b.affinity), cmp.Compare(a.schedule, b.schedule))
+}
+
+// leads are the elements that lead to the chain of the kind.
+func (k kind) leads() (out []element) {
+	for _, set := range k.sets() {
+		out = append(out, element{id{set: set, key: string(native(k.number()))}, value{chain: k.chain()}})
+	}
+	return out
 }
 
 // sets returns the maps that lead to the chain of the kind. Chains of treatments split and within are in different maps, since the kernel

@@ -102,9 +102,7 @@ func TestClientsOfTheKernel(t *testing.T) {
 		p, sp := plantest.Large(0, 0), world.service(list...)
 		sp.Affinity = keep
 		p.Set(sp)
-		if err := e.Sync(context.Background(), p, c); err != nil {
-			t.Fatal(err)
-		}
+		synced(t, e, p, c)
 	}
 	var last time.Time // when the client has begun to ask last
 	goes := func() int {
@@ -187,9 +185,7 @@ func TestConnectionsAreCounted(t *testing.T) {
 		if i == 0 {
 			change = plan.Everything()
 		}
-		if err := e.Sync(context.Background(), p, change); err != nil {
-			t.Fatal(err)
-		}
+		synced(t, e, p, change)
 		r.Update(p, change)
 		counted(sent)
 		for n := range 3 {
@@ -198,9 +194,7 @@ func TestConnectionsAreCounted(t *testing.T) {
 				counted(sent)
 			}
 		}
-		if err := e.Sync(context.Background(), p, plan.Everything()); err != nil || len(e.Found) > 0 {
-			t.Errorf("a comparison found %v, %v", e.Found, err)
-		}
+		syncFindsNothing(t, e, p)
 	}
 	if out := nstest.Exec(t, "nft", "list", "map", "ip", names.NFTables, names.NFTServices); !strings.Contains(out, "counter packets 3 ") {
 		t.Errorf("nft lists\n%s", out)
@@ -238,9 +232,7 @@ func BenchmarkConnections(b *testing.B) {
 			e, _ := testEngine(b, plan.IPv4)
 			e.options.Count = count
 			e.sets = e.options.sets(plan.IPv4)
-			if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-				b.Fatal(err)
-			}
+			synced(b, e, p, plan.Everything())
 			const each = 1000
 			begin := cpuTime(b)
 			for range each {
@@ -276,9 +268,7 @@ func TestBegunBefore(t *testing.T) {
 	e, _ := testEngine(t, plan.IPv4)
 	sync := func(services int) {
 		t.Helper()
-		if err := e.Sync(context.Background(), plantest.Large(services, 1), plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		synced(t, e, plantest.Large(services, 1), plan.Everything())
 	}
 	sync(0)
 	to := plantest.LargeService(0, 0, 1).Frontends[0]
@@ -325,9 +315,7 @@ func TestNoDestination(t *testing.T) {
 	p := plantest.Large(0, 0)
 	p.Set(sp)
 	e, _ := testEngine(t, plan.IPv4)
-	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	synced(t, e, p, plan.Everything())
 	link, err := net.InterfaceByName("in")
 	if err != nil {
 		t.Fatal(err)
@@ -413,9 +401,7 @@ func TestManyClients(t *testing.T) {
 		other.Frontends[0].Addr = other.Frontends[0].Addr.Next()
 	}
 	p.Set(other)
-	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	synced(t, e, p, plan.Everything())
 	b := &Backend{}
 	b.Engines = []*engine{e}
 	wants := []int{}

@@ -73,20 +73,14 @@ func TestKindThatStayed(t *testing.T) {
 	ctx := context.Background()
 	e, _ := testEngine(t, plan.IPv4)
 	p := plantest.Large(30, 2)
-	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	synced(t, e, p, plan.Everything())
 	again, _ := testEngine(t, plan.IPv4)
 	some := plantest.Large(3, 1)
 	some.Partial, some.Settings.MasqueradeAll = true, true
-	if err := again.Sync(ctx, some, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	synced(t, again, some, plan.Everything())
 	two := plantest.LargeService(1, 2, 2)
 	some.Set(two)
-	if err := again.Sync(ctx, some, plan.Only(plan.Keys{two.Key: {}})); err != nil {
-		t.Fatal(err)
-	}
+	synced(t, again, some, plan.Only(plan.Keys{two.Key: {}}))
 	list := nstest.Exec(t, "nft", "list", "chain", "ip", "nodeproxy", "cluster-ip-2")
 	if err := again.Sync(ctx, some, plan.Everything()); err != nil || len(again.Found) > 0 {
 		t.Errorf("a comparison found %v, %v:\n%s", again.Found, err, list)
@@ -105,15 +99,11 @@ func TestFrontendOfUnknown(t *testing.T) {
 		return sp
 	}
 	p.Set(with(plantest.LargeService(1, 2, 2)))
-	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	synced(t, e, p, plan.Everything())
 	again, _ := testEngine(t, plan.IPv4)
 	some := plantest.Large(1, 2)
 	some.Partial = true
-	if err := again.Sync(ctx, some, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	synced(t, again, some, plan.Everything())
 	more := with(plantest.LargeService(0, 50, 3))
 	some.Set(more)
 	if err := again.Sync(ctx, some, plan.Only(plan.Keys{more.Key: {}})); err != nil {

@@ -37,9 +37,7 @@ func withRanges(n, endpoint int) *plan.ServicePort {
 func changeOf(t testing.TB, e *engine, p *plan.Plan, sp *plan.ServicePort) {
 	t.Helper()
 	p.Set(sp)
-	if err := e.Sync(context.Background(), p, plan.Only(plan.Keys{sp.Key: {}})); err != nil {
-		t.Fatal(err)
-	}
+	synced(t, e, p, plan.Only(plan.Keys{sp.Key: {}}))
 }
 
 // TestRangesStay: a change of endpoints costs as much with many source ranges as with few.
@@ -51,9 +49,7 @@ func TestRangesStay(t *testing.T) {
 		e, _ := testEngine(t, plan.IPv4)
 		p := plantest.Large(0, 0)
 		p.Set(withRanges(n, 0))
-		if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		synced(t, e, p, plan.Everything())
 		some := []*plan.ServicePort{withRanges(n, 1), withRanges(n, 2)}
 		i := 0
 		allocs[n] = testing.AllocsPerRun(10, func() {
@@ -70,32 +66,22 @@ func TestRangesStay(t *testing.T) {
 // TestRangesOfRefused: a ServicePort whose other endpoints the kernel refuses keeps its source ranges.
 func TestRangesOfRefused(t *testing.T) {
 	nstest.Enter(t)
-	ctx := context.Background()
 	e, s, reported := faultyEngine(t, plan.IPv4)
 	p := plantest.Large(3, 1)
 	before := withRanges(5, 100)
 	p.Set(before)
-	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	synced(t, e, p, plan.Everything())
 	in := plan.New(p.Node, p.Settings)
 	for _, sp := range p.Services {
 		in.Set(sp)
 	}
-	s.refuses = func(_, key string) syscall.Errno {
-		if strings.HasPrefix(key, nameOf(plan.IPv4, before.Frontends[1])) {
-			return unix.EINVAL
-		}
-		return 0
-	}
+	s.refuse(unix.EINVAL, func(_, key string) bool { return strings.HasPrefix(key, nameOf(plan.IPv4, before.Frontends[1])) })
 	changeOf(t, e, p, withRanges(5, 101))
 	if list := reported(); len(list) != 1 || !list[0].Kept {
 		t.Fatalf("reported %v", list)
 	}
 	holdsBut(t, e, in)
-	if found, again, err := e.compareBeside(ctx); err != nil || again || len(found) > 0 {
-		t.Fatalf("a comparison beside syncs found %v, %t, %v", found, again, err)
-	}
+	comparisonFindsNothing(t, e)
 	holdsBut(t, e, in)
 	s.refuses = nil
 	again(e)
@@ -113,9 +99,7 @@ func TestRangesRefusedInParts(t *testing.T) {
 		e, s, reported := faultyEngine(t, plan.IPv4)
 		e.most = 1 // a range in each transaction
 		p := plantest.Large(3, 1)
-		if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		synced(t, e, p, plan.Everything())
 		fifth := withRanges(5, 100)
 		last := ranged(nameOf(plan.IPv4, fifth.Frontends[1]), fifth.SourceRanges[4])
 		no := func(set, key string) syscall.Errno {
@@ -135,9 +119,7 @@ func TestRangesRefusedInParts(t *testing.T) {
 			if err := e.Sync(ctx, p, changed); err != nil || refuses != nil != (len(reported()) == 1) {
 				t.Fatalf("full sync %t: %v; reported %v", full, err, reported())
 			}
-			if found, again, err := e.compareBeside(ctx); err != nil || again || len(found) > 0 {
-				t.Fatalf("full sync %t: a comparison beside syncs found %v, %t, %v", full, found, again, err)
-			}
+			comparisonFindsNothing(t, e)
 		}
 		in := plan.New(p.Node, p.Settings)
 		for _, sp := range p.Services {
@@ -169,17 +151,12 @@ func TestRangesRefusedBehind(t *testing.T) {
 		e, s, reported := faultyEngine(t, plan.IPv4)
 		e.most = 1 // a range in each transaction
 		p := plantest.Large(3, 1)
-		if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		synced(t, e, p, plan.Everything())
 		sync := func(sp *plan.ServicePort, refused bool) {
 			t.Helper()
-			s.refuses = func(set, key string) syscall.Errno {
-				if refused && set == names.NFTEndpoints && strings.HasPrefix(key, nameOf(plan.IPv4, sp.Frontends[1])) {
-					return unix.EINVAL
-				}
-				return 0
-			}
+			s.refuse(unix.EINVAL, func(set, key string) bool {
+				return refused && set == names.NFTEndpoints && strings.HasPrefix(key, nameOf(plan.IPv4, sp.Frontends[1]))
+			})
 			p.Set(sp)
 			changed := plan.Only(plan.Keys{sp.Key: {}})
 			if full {
@@ -188,9 +165,7 @@ func TestRangesRefusedBehind(t *testing.T) {
 			if err := e.Sync(ctx, p, changed); err != nil || refused != (len(reported()) == 1) {
 				t.Fatalf("full sync %t: %v; reported %v", full, err, reported())
 			}
-			if found, again, err := e.compareBeside(ctx); err != nil || again || len(found) > 0 {
-				t.Fatalf("full sync %t: a comparison beside syncs found %v, %t, %v", full, found, again, err)
-			}
+			comparisonFindsNothing(t, e)
 		}
 		in := plan.New(p.Node, p.Settings)
 		for _, sp := range p.Services {
@@ -245,7 +220,6 @@ func TestRangeSteps(t *testing.T) {
 // two lookups find less, unless another Service gets it.
 func TestRangesInParts(t *testing.T) {
 	nstest.Enter(t)
-	ctx := context.Background()
 	space := netip.MustParsePrefix("198.51.100.0/27")
 	var clients []netip.Addr
 	for a := space.Addr(); space.Contains(a); a = a.Next() {
@@ -274,9 +248,7 @@ func TestRangesInParts(t *testing.T) {
 		before, after := draw("before"), draw("after")
 		p := plantest.Large(2, 1)
 		p.Set(before)
-		if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-			rt.Fatalf("%v", err)
-		}
+		synced(rt, e, p, plan.Everything())
 		frontend := nameOf(plan.IPv4, before.Frontends[1])
 		// lets reports whether a client gets in whose packet makes its first n lookups in one state, and all others in the next one.
 		lets := func(a netip.Addr, first, then map[id]value, n int) bool {
@@ -334,9 +306,7 @@ func TestRangesInParts(t *testing.T) {
 		p.Delete(before.Key)
 		p.Set(after)
 		e.kernel = &watched{e.kernel, look}
-		if err := e.Sync(ctx, p, plan.Only(plan.Keys{before.Key: {}, after.Key: {}})); err != nil {
-			rt.Fatalf("%v", err)
-		}
+		synced(rt, e, p, plan.Only(plan.Keys{before.Key: {}, after.Key: {}}))
 		if wrong != nil {
 			rt.Fatalf("%v", wrong)
 		}
@@ -381,9 +351,7 @@ func BenchmarkRanges(b *testing.B) {
 				_ = Cleanup()
 				e, k := testEngine(b, plan.IPv4)
 				p := plantest.Large(3, 1)
-				if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-					b.Fatal(err)
-				}
+				synced(b, e, p, plan.Everything())
 				slow := &slowest{kernel: k.kernel, b: b}
 				k.kernel = slow
 				step := func(i int, list ...*plan.ServicePort) {

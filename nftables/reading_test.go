@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"maps"
 	"slices"
-	"syscall"
 	"testing"
 	"time"
 
@@ -91,9 +90,7 @@ func TestLargeSetsAreAskedFor(t *testing.T) {
 		after.Node, after.Settings = before.Node, before.Settings
 		_ = Cleanup()
 		first, _ := testEngine(t, f)
-		if err := first.Sync(ctx, before, plan.Everything()); err != nil {
-			rt.Fatalf("%v", err)
-		}
+		synced(rt, first, before, plan.Everything())
 		defer first.forget()
 		have := elementsOf(rt, first)
 		left := map[id]value{}
@@ -124,9 +121,7 @@ func TestLargeSetsAreAskedFor(t *testing.T) {
 		e, r := askingEngine(t, f)
 		defer e.forget()
 		e.mostListed = 2
-		if err := e.Sync(ctx, after, plan.Everything()); err != nil {
-			rt.Fatalf("%v", err)
-		}
+		synced(rt, e, after, plan.Everything())
 		for _, set := range []setID{endpoints, localEndpoints, choices, localChoices, stickyEndpoints, localStickyEndpoints} {
 			if sizes[set] > e.mostListed {
 				if large++; r.listed[e.sets[set].Name] > 0 {
@@ -144,12 +139,8 @@ func TestLargeSetsAreAskedFor(t *testing.T) {
 			}
 		}
 		holds(rt, e, after)
-		if found, again, err := e.compareBeside(ctx); len(found) > 0 || again || err != nil {
-			rt.Fatalf("a second comparison found %v, %t, %v", found, again, err)
-		}
-		if err := e.Sync(ctx, after, plan.Everything()); err != nil || len(e.Found) > 0 {
-			rt.Fatalf("a sync of everything found %v, %v", e.Found, err)
-		}
+		comparisonFindsNothing(rt, e)
+		syncFindsNothing(rt, e, after)
 	})
 	if large == 0 {
 		t.Error("no set was large")
@@ -163,7 +154,7 @@ func TestSettingsReadNothing(t *testing.T) {
 	ctx := context.Background()
 	e, r := askingEngine(t, plan.IPv4)
 	p := plantest.Large(300, 3)
-	must(t, e.Sync(ctx, p, plan.Everything()))
+	synced(t, e, p, plan.Everything())
 	change := func() {
 		p.Settings.MasqueradeAll = !p.Settings.MasqueradeAll
 		sp := plantest.LargeService(7, 5000, 4)
@@ -185,52 +176,52 @@ func TestSettingsReadNothing(t *testing.T) {
 	holds(t, e, p)
 }
 
+// noSpareChains makes sure that the table has the chains that are wanted, and no other.
+func noSpareChains(t *testing.T, e *engine) {
+	t.Helper()
+	chains, err := nft.Chains(e.family, names.NFTables)
+	if want := len(e.layout.chains()) + len(e.layout.kindChains(e.kinds)); err != nil || len(chains) != want {
+		t.Errorf("there are %d chains, want %d: %v", len(chains), want, err)
+	}
+}
+
 // TestSpareKinds: a comparison removes the kinds that no ServicePort uses any more, without a sync of everything, and later ones may have
 // them again.
 func TestSpareKinds(t *testing.T) {
 	nstest.Enter(t)
-	ctx := context.Background()
 	e, r := askingEngine(t, plan.IPv4)
 	p := plantest.Large(0, 0)
 	for i := range spareKindsMost {
 		p.Set(ownTimeout(i))
 	}
-	must(t, e.Sync(ctx, p, plan.Everything()))
+	synced(t, e, p, plan.Everything())
 	gone := plan.Keys{}
 	for _, sp := range p.Sorted(plan.IPv4)[1:] {
 		p.Delete(sp.Key)
 		gone.Add(sp.Key)
 	}
-	must(t, e.Sync(ctx, p, plan.Only(gone)))
+	synced(t, e, p, plan.Only(gone))
 	clear(r.listed)
 	for range 2 {
-		if found, again, err := e.compareBeside(ctx); len(found) > 0 || again || err != nil {
-			t.Errorf("a comparison: %v, %t, %v", found, again, err)
-		}
+		comparisonFindsNothing(t, e)
 		if len(e.kinds) > 5 || len(r.listed) > 0 {
 			t.Errorf("%d kinds are left, and syncs have listed %v", len(e.kinds), r.listed)
 		}
 	}
-	chains, err := nft.Chains(plan.IPv4, names.NFTables)
-	if want := len(e.layout.chains()) + len(e.layout.kindChains(e.kinds)); err != nil || len(chains) != want {
-		t.Errorf("%d chains are left, want %d: %v", len(chains), want, err)
-	}
+	noSpareChains(t, e)
 	p.Set(ownTimeout(8))
-	must(t, e.Sync(ctx, p, plan.Only(plan.Keys{ownTimeout(8).Key: {}})))
+	synced(t, e, p, plan.Only(plan.Keys{ownTimeout(8).Key: {}}))
 	holds(t, e, p)
-	if err := e.Sync(ctx, p, plan.Everything()); err != nil || len(e.Found) > 0 {
-		t.Errorf("a sync of everything found %v, %v", e.Found, err)
-	}
+	syncFindsNothing(t, e, p)
 }
 
 // TestSpareKindsInUse: chains that the kernel considers in use when a comparison wants to remove them, as kernels before 6.2 do for a while, are
 // removed with those that are spare next.
 func TestSpareKindsInUse(t *testing.T) {
 	nstest.Enter(t)
-	ctx := context.Background()
 	e, k := testEngine(t, plan.IPv4)
 	p := plantest.Large(1, 1)
-	must(t, e.Sync(ctx, p, plan.Everything()))
+	synced(t, e, p, plan.Everything())
 	for round := range 3 {
 		changed := plan.Keys{}
 		for i := range spareKindsMost {
@@ -238,11 +229,11 @@ func TestSpareKindsInUse(t *testing.T) {
 			p.Set(sp)
 			changed.Add(sp.Key)
 		}
-		must(t, e.Sync(ctx, p, plan.Only(changed)))
+		synced(t, e, p, plan.Only(changed))
 		for key := range changed {
 			p.Delete(key)
 		}
-		must(t, e.Sync(ctx, p, plan.Only(changed)))
+		synced(t, e, p, plan.Only(changed))
 		if before := k.commits; round < 2 {
 			k.fail = func(commit int) error {
 				if commit > before+1 { // The elements go first.
@@ -251,14 +242,12 @@ func TestSpareKindsInUse(t *testing.T) {
 				return nil
 			}
 		}
-		if found, again, err := e.compareBeside(ctx); len(found) > 0 || again || err != nil {
-			t.Errorf("a comparison: %v, %t, %v", found, again, err)
-		}
+		comparisonFindsNothing(t, e)
 		k.fail = nil
 	}
-	chains, err := nft.Chains(plan.IPv4, names.NFTables)
-	if want := len(e.layout.chains()) + len(e.layout.kindChains(e.kinds)); err != nil || len(chains) != want || len(e.leftover) > 0 {
-		t.Errorf("%d chains are left, want %d, and %d are left over: %v", len(chains), want, len(e.leftover), err)
+	noSpareChains(t, e)
+	if len(e.leftover) > 0 {
+		t.Errorf("left over are %v, which %v lead to", e.leftover, e.spareKinds)
 	}
 	holds(t, e, p)
 }
@@ -271,16 +260,11 @@ func TestSpareKindsOfRefused(t *testing.T) {
 	p := plantest.Large(1, 1)
 	sp := ownTimeout(200)
 	p.Set(sp)
-	must(t, e.Sync(ctx, p, plan.Everything()))
+	synced(t, e, p, plan.Everything())
 	wish := ownTimeout(201)
 	wish.Key, wish.Frontends = sp.Key, sp.Frontends
 	p.Set(wish)
-	s.refuses = func(set, _ string) syscall.Errno {
-		if set == e.sets[stickyEndpoints].Name {
-			return unix.EINVAL
-		}
-		return 0
-	}
+	s.refuse(unix.EINVAL, func(set, _ string) bool { return set == e.sets[stickyEndpoints].Name })
 	if err := e.Sync(ctx, p, plan.Everything()); err != nil || len(e.refused) != 1 || len(e.spareKinds) == 0 {
 		t.Fatalf("%d refused, with %d kinds: %v", len(e.refused), len(e.spareKinds), err)
 	}
@@ -299,15 +283,13 @@ func TestSpareKindsOfRefused(t *testing.T) {
 	for key := range gone {
 		p.Delete(key)
 	}
-	must(t, e.Sync(ctx, p, plan.Only(gone)))
+	synced(t, e, p, plan.Only(gone))
 	for range 2 {
-		if found, again, err := e.compareBeside(ctx); len(found) > 0 || again || err != nil {
-			t.Errorf("a comparison: %v, %t, %v", found, again, err)
-		}
+		comparisonFindsNothing(t, e)
 	}
-	chains, err := nft.Chains(plan.IPv4, names.NFTables)
-	if want := len(e.layout.chains()) + len(e.layout.kindChains(e.kinds)); err != nil || len(chains) != want || len(e.leftover)+len(e.spareKinds) > 0 {
-		t.Errorf("%d chains are left, want %d; left over are %v, which %v lead to: %v", len(chains), want, e.leftover, e.spareKinds, err)
+	noSpareChains(t, e)
+	if len(e.leftover)+len(e.spareKinds) > 0 {
+		t.Errorf("left over are %v, which %v lead to", e.leftover, e.spareKinds)
 	}
 	holds(t, e, p)
 }
@@ -318,7 +300,7 @@ func TestManyUnexpected(t *testing.T) {
 	e, _ := testEngine(t, plan.IPv4)
 	p := plantest.Large(300, 3)
 	ctx := context.Background()
-	must(t, e.Sync(ctx, p, plan.Everything()))
+	synced(t, e, p, plan.Everything())
 	more := map[id]value{}
 	for n := range 3 * mostBeside {
 		more[id{set: endpoints, key: indexed(nameOf(plan.IPv4, plantest.LargeService(3, 9, 3).Frontends[0]), uint32(1000+n))}] = value{data: "\x0a\xf4\x01\x02\x00\x50\x00\x00"}
@@ -336,7 +318,6 @@ func TestManyUnexpected(t *testing.T) {
 // TestOneSocketWillDo: where no second socket can be opened, everything is read over the one that there is.
 func TestOneSocketWillDo(t *testing.T) {
 	nstest.Enter(t)
-	ctx := context.Background()
 	e, _ := testEngine(t, plan.IPv4)
 	e.mostListed = 2
 	p := plantest.Large(1000, 4)
@@ -346,9 +327,7 @@ func TestOneSocketWillDo(t *testing.T) {
 		return nil, unix.EMFILE
 	}
 	for range 2 {
-		if err := e.Sync(ctx, p, plan.Everything()); err != nil || len(e.Found) > 0 {
-			t.Errorf("found %v; %v", e.Found, err)
-		}
+		syncFindsNothing(t, e, p)
 	}
 	if tried == 0 {
 		t.Error("no second socket was asked for")
@@ -361,7 +340,7 @@ func TestReadingEnds(t *testing.T) {
 	nstest.Enter(t)
 	first, _ := testEngine(t, plan.IPv4)
 	p := plantest.Large(3000, 4)
-	must(t, first.Sync(context.Background(), p, plan.Everything()))
+	synced(t, first, p, plan.Everything())
 	for _, listed := range []int{mostListed, 2} {
 		ctx, cancel := context.WithCancel(context.Background())
 		e, r := askingEngine(t, plan.IPv4)
@@ -384,7 +363,7 @@ func TestCountersByKey(t *testing.T) {
 	e, _ := testEngine(t, plan.IPv4)
 	p := plantest.Large(2000, 1)
 	ctx := context.Background()
-	must(t, e.Sync(ctx, p, plan.Everything()))
+	synced(t, e, p, plan.Everything())
 	var keys []string
 	for _, sp := range p.Sorted(plan.IPv4) {
 		keys = append(keys, nameOf(plan.IPv4, sp.Frontends[0]))
@@ -438,7 +417,7 @@ func TestUnreadIsMet(t *testing.T) {
 			_ = Cleanup()
 			p.Set(before)
 			first, _ := testEngine(t, plan.IPv4)
-			must(t, first.Sync(ctx, p, plan.Everything()))
+			synced(t, first, p, plan.Everything())
 			left := map[id]value{}
 			for n := range uint32(10) {
 				left[id{set: plain, key: indexed(name, 3+n)}] = value{data: string(make([]byte, formsOf(first.sets)[plain].data))}
@@ -446,7 +425,7 @@ func TestUnreadIsMet(t *testing.T) {
 			put(t, first, left)
 			e, r := askingEngine(t, plan.IPv4)
 			e.mostListed = 2
-			must(t, e.Sync(ctx, p, plan.Everything()))
+			synced(t, e, p, plan.Everything())
 			p.Set(grown)
 			if err := e.Sync(ctx, p, c); err != nil {
 				t.Errorf("affinity %v, every Service %t: %v", grown.Affinity, c.All(), err)
@@ -477,7 +456,7 @@ func TestFoundByKey(t *testing.T) {
 		sticky.Affinity = time.Hour
 		p.Set(sticky)
 	}
-	must(t, e.Sync(ctx, p, plan.Everything()))
+	synced(t, e, p, plan.Everything())
 	nstest.Exec(t, "nft", "delete element ip nodeproxy services { 10.96.0.11 . tcp . 80, 10.96.0.12 . tcp . 80 }; "+
 		"delete element ip nodeproxy choices { 10.96.0.10 . tcp . 80 . 0:1 }; delete element ip nodeproxy endpoints { 10.96.0.12 . tcp . 80 . 0:2 }")
 	if err := e.Sync(ctx, p, plan.Everything()); err != nil || len(e.Found) != 4 {
@@ -492,7 +471,7 @@ func TestSmallSetsAreListed(t *testing.T) {
 	ctx := context.Background()
 	first, _ := testEngine(t, plan.IPv4)
 	p := plantest.Large(30, 3)
-	must(t, first.Sync(ctx, p, plan.Everything()))
+	synced(t, first, p, plan.Everything())
 	fe := plan.Frontend{Kind: plan.NodePort, Protocol: plan.TCP, Port: 1}
 	put(t, first, map[id]value{{set: services, key: nameOf(plan.IPv4, fe)}: {data: string(native(kind{treatment: internal, count: maxCount}.number()))}})
 	e, r := askingEngine(t, plan.IPv4)
@@ -511,7 +490,7 @@ func TestSettingsDuringComparison(t *testing.T) {
 		_ = Cleanup()
 		e, _ := testEngine(t, plan.IPv4)
 		p := plantest.Large(300, 3)
-		must(t, e.Sync(ctx, p, plan.Everything()))
+		synced(t, e, p, plan.Everything())
 		changes := 0
 		change := func() {
 			if changes++; changes > 1 {

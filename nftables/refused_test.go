@@ -113,6 +113,16 @@ func (s *socket) Receive(b []byte) (int, error) {
 	return n, err
 }
 
+// refuse has the kernel refuse elements with an error.
+func (s *socket) refuse(with syscall.Errno, which func(set, key string) bool) {
+	s.refuses = func(set, key string) syscall.Errno {
+		if which(set, key) {
+			return with
+		}
+		return 0
+	}
+}
+
 // faultyEngine is an engine over the kernel of the namespace, with faults, and what it has reported to be refused.
 func faultyEngine(t testing.TB, f plan.Family) (*engine, *socket, func() []plan.Refusal) {
 	t.Helper()
@@ -147,20 +157,13 @@ func TestRefusedOne(t *testing.T) {
 		_ = Cleanup()
 		e, s, reported := faultyEngine(t, plan.IPv4)
 		p := plantest.Large(200, 2)
-		if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		synced(t, e, p, plan.Everything())
 		s.named = named
 		bad, good, fresh := plantest.LargeService(17, 1000, 3), plantest.LargeService(18, 1100, 4), plantest.LargeService(300, 1200, 2)
 		before := p.Services[bad.Key]
 		lost := nameOf(plan.IPv4, fresh.Frontends[0])
 		name := nameOf(plan.IPv4, bad.Frontends[0])
-		s.refuses = func(_, key string) syscall.Errno {
-			if strings.HasPrefix(key, name) || strings.HasPrefix(key, lost) {
-				return unix.EINVAL
-			}
-			return 0
-		}
+		s.refuse(unix.EINVAL, func(_, key string) bool { return strings.HasPrefix(key, name) || strings.HasPrefix(key, lost) })
 		changed := plan.Keys{}
 		for _, sp := range []*plan.ServicePort{bad, good, fresh} {
 			p.Set(sp)
@@ -172,9 +175,7 @@ func TestRefusedOne(t *testing.T) {
 			changed[sp.Key] = struct{}{}
 		}
 		s.sends = 0
-		if err := e.Sync(ctx, p, plan.Only(changed)); err != nil {
-			t.Fatal(err)
-		}
+		synced(t, e, p, plan.Only(changed))
 		if most := map[bool]int{true: 8, false: 30}[named]; s.sends > most {
 			t.Errorf("it took %d transactions to find what is refused (named: %t)", s.sends, named)
 		}
@@ -193,9 +194,7 @@ func TestRefusedOne(t *testing.T) {
 		if len(list) != 2 || list[0].Key != bad.Key || !list[0].Kept || list[1].Key != fresh.Key || list[1].Kept || !errors.Is(list[0].Err, unix.EINVAL) {
 			t.Fatalf("reported %v", list)
 		}
-		if err := e.Sync(ctx, p, plan.Everything()); err != nil || len(e.Found) > 0 {
-			t.Fatalf("a comparison found %v, %v", e.Found, err)
-		}
+		syncFindsNothing(t, e, p)
 		effective()
 		s.sends = 0
 		other := plantest.LargeService(17, 1300, 5)
@@ -273,12 +272,9 @@ func TestRefusedAtRandom(t *testing.T) {
 					}
 				}
 			}
-			s.refuses = func(set, key string) syscall.Errno {
-				if slices.ContainsFunc(bad, func(name string) bool { return strings.HasPrefix(key, name) }) {
-					return unix.EINVAL
-				}
-				return 0
-			}
+			s.refuse(unix.EINVAL, func(set, key string) bool {
+				return slices.ContainsFunc(bad, func(name string) bool { return strings.HasPrefix(key, name) })
+			})
 			changed := plan.Everything()
 			if i > 0 {
 				changed = plan.Only(plantest.Differing(plans[i-1], p))
@@ -338,9 +334,7 @@ func TestRefusedByKernel(t *testing.T) {
 	e.sets[services].Size = room
 	p := plantest.Large(room+3, 2)
 	for range 2 {
-		if err := e.Sync(context.Background(), p, plan.Everything()); err != nil || len(e.Found) > 0 {
-			t.Fatalf("found %v, %v", e.Found, err)
-		}
+		syncFindsNothing(t, e, p)
 		if list := reported(); len(list) != 3 || list[0].Kept || !errors.Is(list[0].Err, unix.ENFILE) {
 			t.Fatalf("reported %v", list)
 		}
@@ -358,9 +352,7 @@ func TestRefusedByKernel(t *testing.T) {
 		}
 	}
 	again(e)
-	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	synced(t, e, p, plan.Everything())
 	if list := reported(); len(list) > 1 {
 		t.Errorf("with more room, reported %v", list)
 	}
@@ -408,12 +400,7 @@ func TestNobodyIsRefused(t *testing.T) {
 		p := plantest.Large(40, 2)
 		s.refuses = func(string, string) syscall.Errno { return no }
 		if no == unix.EINVAL { // Where everything of Services is refused, it is no Service's fault.
-			s.refuses = func(set, _ string) syscall.Errno {
-				if set == sets(plan.IPv4)[services].Name {
-					return no
-				}
-				return 0
-			}
+			s.refuse(no, func(set, _ string) bool { return set == sets(plan.IPv4)[services].Name })
 		}
 		for range 2 {
 			if err := e.Sync(ctx, p, plan.Everything()); !errors.Is(err, no) || len(reported()) > 0 {
@@ -430,12 +417,7 @@ func TestNobodyIsRefused(t *testing.T) {
 	e, s, reported := faultyEngine(t, plan.IPv4)
 	p := plantest.Large(40, 2)
 	name := nameOf(plan.IPv4, plantest.LargeService(7, 0, 1).Frontends[0])
-	s.refuses = func(_, key string) syscall.Errno {
-		if strings.HasPrefix(key, name) {
-			return unix.EEXIST
-		}
-		return 0
-	}
+	s.refuse(unix.EEXIST, func(_, key string) bool { return strings.HasPrefix(key, name) })
 	if err := e.Sync(ctx, p, plan.Everything()); !errors.Is(err, unix.EEXIST) || len(reported()) > 0 {
 		t.Errorf("what exists: %v, reported %v", err, reported())
 	}
@@ -504,20 +486,13 @@ func TestRefusedAnew(t *testing.T) {
 		_ = Cleanup()
 		p := plantest.Large(count, 2)
 		uncounted, _, _ := faultyEngine(t, plan.IPv4)
-		if err := uncounted.Sync(ctx, p, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		synced(t, uncounted, p, plan.Everything())
 		e, s, reported := faultyEngine(t, plan.IPv4)
 		e.options.Count, s.named = true, tc.named
 		e.sets = e.options.sets(e.family)
 		bad := plantest.LargeService(17, 0, 2)
 		name := nameOf(plan.IPv4, bad.Frontends[0])
-		s.refuses = func(set, key string) syscall.Errno {
-			if strings.HasPrefix(key, name) || tc.all && set == names.NFTServices {
-				return unix.EINVAL
-			}
-			return 0
-		}
+		s.refuse(unix.EINVAL, func(set, key string) bool { return strings.HasPrefix(key, name) || tc.all && set == names.NFTServices })
 		least, dial := count, e.dial
 		e.dial = func() (kernel, error) {
 			k, err := dial()
@@ -553,9 +528,7 @@ func TestManyRefusedAndOneGone(t *testing.T) {
 	ctx := context.Background()
 	e, s, _ := faultyEngine(t, plan.IPv4)
 	p := plantest.Large(2*mostRefused, 2)
-	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	synced(t, e, p, plan.Everything())
 	want := plantest.Large(2*mostRefused, 2)
 	gone := plantest.LargeService(2*mostRefused-1, 0, 2).Key
 	p.Delete(gone)
@@ -566,12 +539,7 @@ func TestManyRefusedAndOneGone(t *testing.T) {
 		p.Set(sp)
 		changed[sp.Key] = struct{}{}
 	}
-	s.refuses = func(set, _ string) syscall.Errno {
-		if set == names.NFTServices {
-			return unix.EINVAL
-		}
-		return 0
-	}
+	s.refuse(unix.EINVAL, func(set, _ string) bool { return set == names.NFTServices })
 	if err := e.Sync(ctx, p, plan.Only(changed)); err == nil {
 		t.Error("nobody is told")
 	}

@@ -1,7 +1,6 @@
 package nftables
 
 import (
-	"context"
 	"net"
 	"os/exec"
 	"slices"
@@ -110,9 +109,7 @@ func TestRenderIsInput(t *testing.T) {
 			remembers := strings.Contains(text, "\tchain choice {")
 			got := listed(t, f, remembers)
 			_ = Cleanup()
-			if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-				t.Fatal(err)
-			}
+			synced(t, e, p, plan.Everything())
 			if want := listed(t, f, remembers); got != want {
 				t.Fatalf("%s: what is rendered lists otherwise than what is written (-):\n%s", f, difference(want, got))
 			}
@@ -151,9 +148,7 @@ func TestRenderedPackets(t *testing.T) {
 	}
 	load(t, Render(p, plan.IPv4, e.options))
 	rendered := goes()
-	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	synced(t, e, p, plan.Everything())
 	holds(t, e, p)
 	if written := goes(); !slices.Equal(rendered, written) {
 		t.Errorf("clients go to %v, and to %v by what was rendered", written, rendered)

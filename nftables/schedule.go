@@ -30,7 +30,7 @@ type askedFor struct {
 }
 
 func (a *askedFor) note(name string) {
-	if a != nil && a.warn != nil && !slices.Contains(honoured, name) && !a.known[name] {
+	if a != nil && !slices.Contains(honoured, name) && !a.known[name] {
 		a.known[name] = true
 		a.warn(fmt.Sprintf("mode nftables has no scheduler %q; Services that ask for it get their endpoints at random", name))
 	}

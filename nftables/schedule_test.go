@@ -1,7 +1,6 @@
 package nftables
 
 import (
-	"context"
 	"fmt"
 	"math"
 	"net"
@@ -144,9 +143,7 @@ func TestHashOfTheKernel(t *testing.T) {
 		t.Helper()
 		p.Set(sp)
 		k.commits, k.most = 0, 0
-		if err := e.Sync(context.Background(), p, change); err != nil {
-			t.Fatal(err)
-		}
+		synced(t, e, p, change)
 		table := numbered(nil, sp, sp.Endpoints.Cluster)
 		for i := range 8 {
 			from := netip.AddrFrom4([4]byte{192, 0, 2, byte(i + 1)})

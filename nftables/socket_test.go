@@ -120,9 +120,7 @@ func TestNoSocket(t *testing.T) {
 		t.Errorf("the sync: %v", err)
 	}
 	e.dial = real
-	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	synced(t, e, p, plan.Everything())
 	holds(t, e, p)
 	e.reader = func() (kernel, error) { return nil, fmt.Errorf("netlink socket: %w", unix.EMFILE) }
 	if _, again, err := e.compareBeside(context.Background()); !again || !errors.Is(err, unix.EMFILE) {

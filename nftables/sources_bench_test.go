@@ -1,7 +1,6 @@
 package nftables
 
 import (
-	"context"
 	"net"
 	"net/netip"
 	"slices"
@@ -35,9 +34,7 @@ func BenchmarkSources(b *testing.B) {
 			sp.Frontends = append(sp.Frontends, plan.Frontend{Kind: plan.LoadBalancerIP, Addr: netip.MustParseAddr("203.0.113.1"), Protocol: plan.UDP, Port: 80})
 			sp.SourceRanges = way.ranges
 			p.Set(sp)
-			if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-				b.Fatal(err)
-			}
+			synced(b, e, p, plan.Everything())
 			const each = 1000
 			nstest.Exec(b, "conntrack", "-F") // A tracked flow needs no Service.
 			begin, denied := cpuTime(b), 0

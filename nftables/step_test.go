@@ -30,7 +30,7 @@ func TestStepsAreSmall(t *testing.T) {
 	e, k := testEngine(t, plan.IPv4)
 	e.mostAtOnce = 300
 	p := plantest.Large(20, 3)
-	must(t, e.Sync(ctx, p, plan.Everything()))
+	synced(t, e, p, plan.Everything())
 	small := plantest.LargeService(3, 9, 3)
 	n := 0
 	sync := func(what string, keys plan.Keys, atLeast int) {
@@ -88,11 +88,10 @@ func TestStepsAreSmall(t *testing.T) {
 // TestStepsTakeTurns: a ServicePort that changes all the time does not keep another one from being finished, nor the rest of its own frontends.
 func TestStepsTakeTurns(t *testing.T) {
 	nstest.Enter(t)
-	ctx := context.Background()
 	e, _ := testEngine(t, plan.IPv4)
 	e.mostAtOnce = 300
 	p := plantest.Large(2, 1)
-	must(t, e.Sync(ctx, p, plan.Everything()))
+	synced(t, e, p, plan.Everything())
 	restless, other := many(50, 40, 20, 0), many(51, 40, 20, 9000)
 	p.Set(restless)
 	p.Set(other)
@@ -101,13 +100,13 @@ func TestStepsTakeTurns(t *testing.T) {
 		if n > 200 {
 			t.Fatal("the other one is not finished after 200 syncs")
 		}
-		must(t, e.Sync(ctx, p, plan.Only(changed)))
+		synced(t, e, p, plan.Only(changed))
 		p.Set(many(50, 40, 20, 100*(n+1)))
 		changed = plan.Keys{restless.Key: {}}
 	}
 	for range 20 {
 		p.Set(many(50, 40, 20, 50_000))
-		must(t, e.Sync(ctx, p, plan.Only(changed)))
+		synced(t, e, p, plan.Only(changed))
 	}
 	for fe, v := range e.current[restless.Key].frontends() {
 		if v.endpoints(false)[0].Addr() != plantest.LargeService(50, 50_000, 20).Endpoints.Cluster[0].Addr.Addr() && !slices.Contains(v.sp.Endpoints.Cluster, plantest.LargeService(50, 50_000, 20).Endpoints.Cluster[0]) {
@@ -122,13 +121,12 @@ func TestStepsTakeTurns(t *testing.T) {
 // changes later.
 func TestStepsGiveFrontendsAway(t *testing.T) {
 	nstest.Enter(t)
-	ctx := context.Background()
 	e, _ := testEngine(t, plan.IPv4)
 	e.mostAtOnce = 300
 	p := plantest.Large(2, 1)
 	large := many(50, 40, 20, 0)
 	p.Set(large)
-	must(t, e.Sync(ctx, p, plan.Everything()))
+	synced(t, e, p, plan.Everything())
 	for _, gone := range []bool{false, true} {
 		heir := *plantest.LargeService(1, 1, 1)
 		heir.Frontends = append(slices.Clone(heir.Frontends), large.Frontends[len(large.Frontends)-1])
@@ -138,7 +136,7 @@ func TestStepsGiveFrontendsAway(t *testing.T) {
 		} else {
 			p.Set(many(50, 39, 21, 7000))
 		}
-		must(t, e.Sync(ctx, p, plan.Only(plan.Keys{large.Key: {}, heir.Key: {}})))
+		synced(t, e, p, plan.Only(plan.Keys{large.Key: {}, heir.Key: {}}))
 		if len(e.unfinished) != 1 {
 			t.Errorf("%d are unfinished, want 1", len(e.unfinished))
 		}
@@ -188,7 +186,7 @@ func TestStepsMoveFrontends(t *testing.T) {
 				p.Set(sp)
 				changed.Add(sp.Key)
 			}
-			must(t, e.Sync(context.Background(), p, plan.Everything()))
+			synced(t, e, p, plan.Everything())
 			for key := range changed {
 				p.Delete(key)
 			}
@@ -197,7 +195,7 @@ func TestStepsMoveFrontends(t *testing.T) {
 				changed.Add(sp.Key)
 			}
 			for first := true; first || len(e.unfinished) > 0; first = false {
-				must(t, e.Sync(context.Background(), p, plan.Only(changed)))
+				synced(t, e, p, plan.Only(changed))
 				changed = nil
 				isRemembered(t, e)
 				have := elementsOf(t, e)
@@ -221,12 +219,11 @@ func TestStepsBehindClusterIP(t *testing.T) {
 	e.mostAtOnce = 30
 	p := plantest.Large(2, 1)
 	p.Set(many(50, 5, 40, 0))
-	must(t, e.Sync(context.Background(), p, plan.Everything()))
+	synced(t, e, p, plan.Everything())
 	first := e.current[many(50, 5, 40, 0).Key].sp
 	for n := range 12 {
 		sp := many(50, 5, 40, 1000*(n+1))
-		p.Set(sp)
-		must(t, e.Sync(context.Background(), p, plan.Only(plan.Keys{sp.Key: {}})))
+		changeOf(t, e, p, sp)
 	}
 	for fe, v := range e.current[first.Key].frontends() {
 		if v.sp == first {
@@ -243,9 +240,9 @@ func TestStepsUseKinds(t *testing.T) {
 	e.mostAtOnce = 1
 	p := plantest.Large(2, 1)
 	p.Set(many(50, 4, 20, 0))
-	must(t, e.Sync(ctx, p, plan.Everything()))
+	synced(t, e, p, plan.Everything())
 	p.Set(many(50, 4, 25, 0))
-	must(t, e.Sync(ctx, p, plan.Only(plan.Keys{many(50, 4, 25, 0).Key: {}})))
+	synced(t, e, p, plan.Only(plan.Keys{many(50, 4, 25, 0).Key: {}}))
 	s, used := e.snapshot(), map[kind]bool{}
 	_ = slices.Collect(s.expected(used))
 	must(t, syncWhole(e, p, plan.Only(nil)))

@@ -58,9 +58,7 @@ func TestBesideTransactions(t *testing.T) {
 	}
 	ctx := context.Background()
 	e, _ := testEngine(t, plan.IPv4)
-	if err := e.Sync(ctx, p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	synced(t, e, p, plan.Everything())
 	for range 2 {
 		<-committed
 		again, k := testEngine(t, plan.IPv4)

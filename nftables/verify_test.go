@@ -18,9 +18,7 @@ func TestVerify(t *testing.T) {
 	nstest.Enter(t)
 	e, _ := testEngine(t, plan.IPv4)
 	p := plantest.Large(50, 2)
-	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	synced(t, e, p, plan.Everything())
 	var keys []plan.Key
 	for k := range p.Services {
 		if k.Family == plan.IPv4 {

@@ -355,36 +355,15 @@ func (t *transactions) addKinds(b *nft.Batch, fresh []kind) ([]write, error) {
 	if len(fresh) == 0 {
 		return nil, nil
 	}
-	var chains []nft.Chain
-	had := map[term]bool{}
-	for k := range t.kinds {
-		had[k.term()] = true
-	}
-	for _, of := range terms(fresh) {
-		if !had[of] {
-			chains = append(chains, of.chains(t.layout.family)...)
-		}
-	}
-	for _, k := range fresh {
-		if k.treatment > drop { // The others have chains of the layout.
-			chains = append(chains, t.layout.chain(k))
-		}
-	}
 	// They may exist: a Service that is not known yet may use them, or the kernel refused to delete them.
-	if err := rewrite(b, chains); err != nil {
+	if err := rewrite(b, t.layout.chainsBeside(t.kinds, fresh)); err != nil {
 		return nil, err
 	}
-	var out []write
+	var leads []element
 	for _, k := range fresh {
-		for _, set := range k.sets() {
-			lead := element{id{set: set, key: string(native(k.number()))}, value{chain: k.chain()}}
-			has, is := t.had[lead.id]
-			if w, differs := lead.unlike(has, is); differs {
-				out = append(out, w)
-			}
-		}
+		leads = append(leads, k.leads()...)
 	}
-	return out, nil
+	return differing(t.had, leads), nil
 }
 
 // rewrite gives chains their rules, whether they are there or not.

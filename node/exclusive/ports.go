@@ -1,7 +1,7 @@
 package exclusive
 
 import (
-	"bufio"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -142,8 +142,7 @@ var errConnect = errors.New("no program accepts the connection")
 // get requests a path and returns the body whatever the status. The connection is made by the calling thread, in its network
 // namespace.
 func get(at netip.AddrPort, path string) ([]byte, error) {
-	deadline := time.Now().Add(answerTimeout)
-	conn, err := (&net.Dialer{Deadline: deadline, KeepAlive: -1}).Dial("tcp", at.String())
+	conn, err := net.DialTimeout("tcp", at.String(), answerTimeout)
 	if err != nil {
 		var timeout net.Error
 		if errors.As(err, &timeout) && timeout.Timeout() {
@@ -152,18 +151,10 @@ func get(at netip.AddrPort, path string) ([]byte, error) {
 		return nil, fmt.Errorf("%w: %w", errConnect, err)
 	}
 	defer conn.Close()
-	if err := conn.SetDeadline(deadline); err != nil {
-		return nil, err
-	}
-	req, err := http.NewRequest(http.MethodGet, "http://"+at.String()+path, nil)
-	if err != nil {
-		return nil, err
-	}
-	req.Close = true
-	if err := req.Write(conn); err != nil {
-		return nil, err
-	}
-	resp, err := http.ReadResponse(bufio.NewReader(conn), req)
+	client := http.Client{Timeout: answerTimeout, Transport: &http.Transport{
+		DisableKeepAlives: true, DialContext: func(context.Context, string, string) (net.Conn, error) { return conn, nil },
+	}}
+	resp, err := client.Get("http://" + at.String() + path)
 	if err != nil {
 		return nil, err
 	}

@@ -16,9 +16,9 @@ import (
 // DefaultTimeout is how long a change may wait to be programmed by default: twice kube-proxy's default syncPeriod.
 const DefaultTimeout = time.Minute
 
-// DefaultStaleAfter is the default age from which the known objects of a kind count as stale. With a sound connection the age stays
-// below some 70 seconds, and a watch that is silent for three minutes is replaced.
-const DefaultStaleAfter = 5 * time.Minute
+// staleAfter is the age from which the known objects of a kind count as stale. With a sound connection the age stays below some 70
+// seconds, and a watch that is silent for three minutes is replaced.
+const staleAfter = 5 * time.Minute
 
 // NodeConfig configures a Node.
 type NodeConfig struct {
@@ -33,8 +33,6 @@ type NodeConfig struct {
 	Watches func() []source.Watch
 	// Faults returns what the source can't read, so that what it read before stays in force; nil if that can't happen.
 	Faults func() []string
-	// StaleAfter is the age from which objects are stale; zero means DefaultStaleAfter.
-	StaleAfter time.Duration
 	// Answered is called for each answer with the requested path and the status code; nil for none.
 	Answered func(path string, code int)
 }
@@ -59,9 +57,6 @@ type Node struct {
 func NewNode(cfg NodeConfig) *Node {
 	if cfg.Timeout <= 0 {
 		cfg.Timeout = DefaultTimeout
-	}
-	if cfg.StaleAfter <= 0 {
-		cfg.StaleAfter = DefaultStaleAfter
 	}
 	if cfg.Answered == nil {
 		cfg.Answered = func(string, int) {}
@@ -233,9 +228,9 @@ func (n *Node) missing(s state, watches []source.Watch) []Missing {
 			}
 		case w.Age < 0:
 			add("fresh", "%s: nothing has ever come from the source%s", w.Resource, failure)
-		case w.Age >= n.cfg.StaleAfter:
+		case w.Age >= staleAfter:
 			add("fresh", "%s: nothing has come from the source for %s; %s or more is too long%s", w.Resource,
-				w.Age.Round(time.Millisecond), n.cfg.StaleAfter, failure)
+				w.Age.Round(time.Millisecond), staleAfter, failure)
 		}
 	}
 	return out

@@ -149,7 +149,7 @@ func TestFailedSync(t *testing.T) {
 func TestReadyz(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		watches := []source.Watch{{Resource: "services", Age: -1}, {Resource: "nodes", Age: -1, Failure: "list: no route"}}
-		n := NewNode(NodeConfig{Timeout: 20 * time.Second, StaleAfter: time.Minute, Watches: func() []source.Watch { return watches }})
+		n := NewNode(NodeConfig{Timeout: 20 * time.Second, Watches: func() []source.Watch { return watches }})
 		const notSynced, notProgrammed = "synced: not all objects have been delivered yet", "programmed: no sync has succeeded yet"
 		check := func(what string, want ...string) {
 			t.Helper()
@@ -206,8 +206,8 @@ func TestReadyz(t *testing.T) {
 		n.Programmed()
 		n.Leaving(true)
 		check("about to go")
-		watches[0].Age, watches[0].Failure = time.Minute, "watch: refused"
-		check("stale", "fresh: services: nothing has come from the source for 1m0s; 1m0s or more is too long: watch: refused")
+		watches[0].Age, watches[0].Failure = 5*time.Minute, "watch: refused"
+		check("stale", "fresh: services: nothing has come from the source for 5m0s; 5m0s or more is too long: watch: refused")
 		watches[0].Age = -1
 		check("never heard", "fresh: services: nothing has ever come from the source: watch: refused")
 	})

@@ -2,6 +2,7 @@ package listeners
 
 import (
 	"context"
+	"log/slog"
 	"net"
 	"net/netip"
 	"strings"
@@ -81,13 +82,21 @@ type watched struct {
 	count int
 }
 
+// newWatcher returns a Watcher that tells nobody anything, unless change says so.
+func newWatcher(change func(*Config)) *Watcher {
+	c := Config{Report: func(source.Finding) {}, Count: func(int) {}, Held: func(plan.Service) bool { return false },
+		Log: slog.New(slog.DiscardHandler)}
+	change(&c)
+	return New(c)
+}
+
 func newWatched(t *testing.T, settings plan.Settings) *watched {
 	node := plan.Node{Name: "me", IPs: []netip.Addr{netip.MustParseAddr("10.0.0.5"), netip.MustParseAddr("fd00::5")}}
 	w := &watched{t: t, plan: plan.New(node, settings), count: -1}
-	w.Watcher = New(Config{
-		NotNode: []string{"services0"},
-		Report:  func(f source.Finding) { w.found = append(w.found, f) },
-		Count:   func(n int) { w.count = n },
+	w.Watcher = newWatcher(func(c *Config) {
+		c.NotNode = []string{"services0"}
+		c.Report = func(f source.Finding) { w.found = append(w.found, f) }
+		c.Count = func(n int) { w.count = n }
 	})
 	w.own, w.gap = func() map[uint32]bool { return nil }, 0
 	w.Update(w.plan, plan.Everything())

@@ -21,13 +21,13 @@ type Config struct {
 	// NotNode names devices whose addresses belong to Services and not to the node.
 	NotNode []string
 	// Report receives a problem once for each conflict, when it is found, and a note when it ends while the Service still has the
-	// frontend; nil discards them.
+	// frontend.
 	Report source.Report
-	// Count receives the number of conflicts after each check; nil discards it.
+	// Count receives the number of conflicts after each check.
 	Count func(int)
-	// Held reports whether this program fails to listen at the health check node port of a Service; nil if that is not known.
+	// Held reports whether this program fails to listen at the health check node port of a Service.
 	Held func(plan.Service) bool
-	// Log receives the reason if sockets could not be listed; nil discards it.
+	// Log receives the reason if sockets could not be listed.
 	Log *slog.Logger
 }
 
@@ -71,18 +71,6 @@ type conflict struct {
 
 // New returns a Watcher that does nothing until it runs and has a plan.
 func New(cfg Config) *Watcher {
-	if cfg.Report == nil {
-		cfg.Report = func(source.Finding) {}
-	}
-	if cfg.Count == nil {
-		cfg.Count = func(int) {}
-	}
-	if cfg.Held == nil {
-		cfg.Held = func(plan.Service) bool { return false }
-	}
-	if cfg.Log == nil {
-		cfg.Log = slog.New(slog.DiscardHandler)
-	}
 	return &Watcher{
 		cfg: cfg, period: defaultPeriod, gap: defaultGap, keep: defaultKeep, wake: make(chan struct{}, 1),
 		dump: dumpSockets, host: hostAddresses, own: sockets.Own, found: map[conflict]string{},

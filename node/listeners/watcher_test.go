@@ -266,9 +266,9 @@ func TestRun(t *testing.T) {
 	}
 	var mu sync.Mutex
 	count, warned := -1, &strings.Builder{}
-	w := New(Config{
-		Count: func(n int) { mu.Lock(); count = n; mu.Unlock() },
-		Log:   slog.New(slog.NewTextHandler(warned, nil)),
+	w := newWatcher(func(c *Config) {
+		c.Count = func(n int) { mu.Lock(); count = n; mu.Unlock() }
+		c.Log = slog.New(slog.NewTextHandler(warned, nil))
 	})
 	w.period, w.gap = 50*time.Millisecond, 10*time.Millisecond
 	failures := 3
@@ -315,7 +315,7 @@ func TestRun(t *testing.T) {
 func TestCurrent(t *testing.T) {
 	t.Parallel()
 	var looks atomic.Int32
-	w := New(Config{})
+	w := newWatcher(func(*Config) {})
 	w.keep = time.Hour
 	w.own = func() map[uint32]bool { return nil }
 	w.dump = func(plan.Protocol) ([]socket, error) {
