@@ -73,7 +73,9 @@ func (r *reloads) await(ctx context.Context, d *daemon, ended <-chan error) (*da
 	var again, late <-chan time.Time
 	wait := firstReload
 	begin := func() {
-		try, again, late = r.try(ctx, wanted), nil, time.After(reportReload)
+		if try, again = r.try(ctx, wanted), nil; try.daemon != nil {
+			late = time.After(reportReload)
+		}
 	}
 	abandon := func() {
 		r.abandon(try)
@@ -139,8 +141,12 @@ func (r *reloads) try(ctx context.Context, cfg *config.Config) trial {
 	return t
 }
 
-// abandon ends a trial, and does not wait for its end: to look whether a mode can work may take a while.
+// abandon ends a trial, and does not wait for its end: to look whether a mode can work may take a while. Without a trial, it leaves
+// alone what the front has prepared: that is for a daemon that starts at this time.
 func (r *reloads) abandon(t trial) {
+	if t.done == nil {
+		return
+	}
 	r.front.discard()
 	if t.daemon != nil {
 		t.daemon.cancel()

@@ -1,13 +1,18 @@
 package main
 
 import (
+	"errors"
+	"log/slog"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 
 	"nodeproxy/config"
+	"nodeproxy/metrics"
 )
 
 // TestNothingIsReadForAModeThatCannotWork: each node may try such a configuration again and again, and the API server is not to be
@@ -28,4 +33,35 @@ func TestNothingIsReadForAModeThatCannotWork(t *testing.T) {
 	if n := asked.Load(); n > 0 {
 		t.Errorf("the API server got %d requests", n)
 	}
+}
+
+// TestWrongFileAtStart: a configuration file that is wrong while a daemon starts does not take from it the addresses that it has
+// prepared.
+func TestWrongFileAtStart(t *testing.T) {
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	addr := listener.Addr().(*net.TCPAddr).AddrPort()
+	listener.Close()
+	r := &reloads{front: newFront(), updates: make(chan update)}
+	if err := r.front.prepare(&config.Config{Servers: config.Servers{Healthz: addr, HardFail: true}}); err != nil {
+		t.Fatal(err)
+	}
+	defer r.front.discard()
+	told := make(chan string, 1)
+	d := &daemon{cfg: &config.Config{}, metrics: metrics.New(metrics.Config{}), log: slog.New(slog.DiscardHandler)}
+	d.event = func(_, _, text string) { told <- text }
+	ended := make(chan error)
+	var running sync.WaitGroup
+	running.Go(func() { _, _ = r.await(t.Context(), d, ended) })
+	r.updates <- update{err: errors.New("no")}
+	<-told
+	if conn, err := net.Dial("tcp", addr.String()); err != nil {
+		t.Errorf("the address is closed: %v", err)
+	} else {
+		conn.Close()
+	}
+	close(ended)
+	running.Wait()
 }
