@@ -31,8 +31,14 @@ var others = map[string]func() error{
 	"kube-proxy's health":  func() error { return serve("0.0.0.0:10256", kubeProxy()) },
 	"health of IPv6":       func() error { return serve("[::]:10256", kubeProxy()) },
 	"kube-proxy's metrics": func() error { return serve("127.0.0.1:10249", kubeProxy()) },
-	"another port":         func() error { return serve("127.0.0.1:7777", kubeProxy()) },
-	"a web server":         func() error { return serve("0.0.0.0:10256", http.NotFoundHandler()) },
+	"metrics that redirect": func() error {
+		mux := http.NewServeMux()
+		mux.Handle("/proxyMode", kubeProxy())
+		mux.Handle("/", http.RedirectHandler("/metrics", http.StatusFound))
+		return serve("127.0.0.1:10249", mux)
+	},
+	"another port": func() error { return serve("127.0.0.1:7777", kubeProxy()) },
+	"a web server": func() error { return serve("0.0.0.0:10256", http.NotFoundHandler()) },
 	"a nodeproxy that waits": func() error {
 		node := health.NewNode(health.NodeConfig{Families: plan.Families[:]})
 		node.WaitFor("kube-proxy")
@@ -188,6 +194,7 @@ func TestOther(t *testing.T) {
 		{name: "kube-proxy", as: "kube-proxy's health", want: "kube-proxy (process PID, listens at [::]:10256)"},
 		{name: "k3s", as: "health of IPv6", want: "k3s (process PID, listens at [::]:10256)"},
 		{name: "kube-proxy", as: "kube-proxy's metrics", want: "kube-proxy (process PID, listens at 127.0.0.1:10249)"},
+		{name: "proxy", as: "metrics that redirect", want: "proxy (process PID, listens at 127.0.0.1:10249)"},
 		{name: "proxy", as: "another port", want: ""},
 		{name: "proxy", as: "another port", ports: []uint16{7777}, want: "proxy (process PID, listens at 127.0.0.1:7777)"},
 		{name: "httpd", as: "a web server", want: ""},

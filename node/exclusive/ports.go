@@ -151,9 +151,13 @@ func get(at netip.AddrPort, path string) ([]byte, error) {
 		return nil, fmt.Errorf("%w: %w", errConnect, err)
 	}
 	defer conn.Close()
-	client := http.Client{Timeout: answerTimeout, Transport: &http.Transport{
-		DisableKeepAlives: true, DialContext: func(context.Context, string, string) (net.Conn, error) { return conn, nil },
-	}}
+	client := http.Client{
+		Timeout:       answerTimeout,
+		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }, // That is an answer too.
+		Transport: &http.Transport{
+			DisableKeepAlives: true, DialContext: func(context.Context, string, string) (net.Conn, error) { return conn, nil },
+		},
+	}
 	resp, err := client.Get("http://" + at.String() + path)
 	if err != nil {
 		return nil, err
