@@ -119,8 +119,9 @@ func (d *differ) run(cmd *cobra.Command, args []string) (differs bool, err error
 		differs = true
 		if d.stat {
 			total.add(h)
-		} else {
-			err = errors.Join(err, printer.Print(h))
+		} else if failure := printer.Print(h); failure != nil {
+			err = failure
+			break // The others would fail too.
 		}
 	}
 	if err == nil && !differs && !known(from) && !known(to) {

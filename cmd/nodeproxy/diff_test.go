@@ -1,7 +1,9 @@
 package main
 
 import (
+	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -124,5 +126,29 @@ func TestDiffDaemon(t *testing.T) {
 			eventually(t, "what a kube-proxy left is removed", func() bool { text, _ := diff(); return !strings.Contains(text, "kube-proxy") })
 			same("it is repaired, and the endpoint is there")
 		})
+	}
+}
+
+// TestDiffDiskFull: what can't be written is said once, however much there is to write.
+func TestDiffDiskFull(t *testing.T) {
+	t.Parallel()
+	nstest.Enter(t)
+	var manifest strings.Builder
+	for n := range 50 {
+		fmt.Fprintf(&manifest, "---\n{apiVersion: v1, kind: Service, metadata: {name: s%d, namespace: default}, spec: {clusterIP: 10.96.1.%d, ports: [{port: 80}]}}\n", n, n)
+	}
+	file := filepath.Join(t.TempDir(), "services.yaml")
+	writeFile(t, file, manifest.String())
+	full, err := os.OpenFile("/dev/full", os.O_WRONLY, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer full.Close()
+	var said strings.Builder
+	cmd := exec.Command("nodeproxy", "diff", "--manifests="+file, "--mode=iptables", "--iptables-backend=nft")
+	cmd.Stdout, cmd.Stderr = full, &said
+	_ = cmd.Run()
+	if code, lines := cmd.ProcessState.ExitCode(), strings.Count(said.String(), "\n"); code != 2 || lines < 1 || lines > 2 {
+		t.Errorf("exit code %d\n%s", code, said.String())
 	}
 }
