@@ -274,7 +274,7 @@ func (d *daemon) inspected() *inspect.Node {
 	}
 	return &inspect.Node{
 		ServiceFile: serviceFile, OnlyProxied: d.cfg.Manifests == "",
-		Mode: d.mode.name, Options: d.cfg, Families: d.backend.Families(),
+		Mode: d.mode.name, Options: optionsOf(d.cfg), Families: d.backend.Families(),
 		Self: d.self, Support: d.support, History: d.monitor.history, View: d.proxier.View, Programmed: d.proxier.Snapshot, Refused: d.refusals.list,
 		Findings: d.otherFindings, Pods: d.pods(), Machine: d.backend.machine, Local: localAddresses, Reality: d.reality(),
 	}

@@ -224,15 +224,32 @@ func (d *differ) mode(cmd *cobra.Command) string {
 
 // running asks the nodeproxy of this node for what it wants.
 func (d *differ) running(cmd *cobra.Command) (*side, error) {
-	cfg := &config.Config{}
-	desired, err := d.client(elsewhere).Desired(cmd.Context(), cfg)
+	told := &options{}
+	desired, err := d.client(elsewhere).Desired(cmd.Context(), told)
 	if err != nil {
 		return nil, err
 	}
 	for _, r := range desired.Refused {
 		fmt.Fprintf(cmd.ErrOrStderr(), "note: %s\n", r)
 	}
-	return &side{name: "nodeproxy", cfg: cfg, desired: desired.Plan(), families: desired.Families}, nil
+	return &side{name: "nodeproxy", cfg: told.config(), desired: desired.Plan(), families: desired.Families}, nil
+}
+
+// options are a configuration as a daemon tells of it. Some of what rules depend on is there a second time, where earlier versions look
+// for it: the daemon and the command may be of different versions while one takes the place of the other.
+type options struct {
+	config.Config
+	config.IPVS
+	Variant config.Variant
+}
+
+func optionsOf(c *config.Config) *options { return &options{*c, c.IPVS, c.IPTablesBackend} }
+
+// config returns the configuration. The settings of the kernel are read where this process sees them, not where the daemon does.
+func (o *options) config() *config.Config {
+	c := o.Config
+	c.IPVS, c.IPTablesBackend, c.SysctlDir = o.IPVS, o.Variant, ""
+	return &c
 }
 
 // compareSides returns what differs between two states, and with an error, what had been found before.

@@ -1,15 +1,23 @@
 package main
 
 import (
+	"encoding/json"
+	"errors"
 	"fmt"
+	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
 
+	"github.com/spf13/pflag"
+
+	"nodeproxy/config"
 	"nodeproxy/internal/nstest"
+	"nodeproxy/plan"
 )
 
 // changedLines are the lines of a diff that are added or removed.
@@ -150,5 +158,63 @@ func TestDiffDiskFull(t *testing.T) {
 	_ = cmd.Run()
 	if code, lines := cmd.ProcessState.ExitCode(), strings.Count(said.String(), "\n"); code != 2 || lines < 1 || lines > 2 {
 		t.Errorf("exit code %d\n%s", code, said.String())
+	}
+}
+
+// TestOptions: a command gets the configuration of a daemon in every field that matters, also where one of them is of the version in
+// which the fields below were all that a daemon told.
+func TestOptions(t *testing.T) {
+	t.Parallel()
+	const earlier = `{"Mode":"ipvs","NodeName":"n1","Settings":{"MasqueradeAll":true},"ServiceCIDRs":["10.96.0.0/16"],"ServiceCIDRsGiven":true,` +
+		`"NodePorts":{"First":1,"Last":2},"Variant":"legacy","MasqueradeBit":3,"ServiceMetrics":4,"Scheduler":"wlc","VIPs":"addresses",` +
+		`"ExcludeCIDRs":["10.1.0.0/16"],"StrictARP":true}`
+	cfg := &config.Config{
+		Mode: "ipvs", NodeName: "n1", Settings: plan.Settings{MasqueradeAll: true}, ServiceCIDRs: []netip.Prefix{netip.MustParsePrefix("10.96.0.0/16")},
+		ServiceCIDRsGiven: true, NodePorts: plan.PortRange{First: 1, Last: 2}, IPTablesBackend: config.LegacyVariant, MasqueradeBit: 3, ServiceMetrics: 4,
+		IPVS: config.IPVS{Scheduler: "wlc", VIPs: "addresses", ExcludeCIDRs: []netip.Prefix{netip.MustParsePrefix("10.1.0.0/16")}, StrictARP: true},
+	}
+	var got options
+	if err := json.Unmarshal([]byte(earlier), &got); err != nil {
+		t.Fatal(err)
+	}
+	if !reflect.DeepEqual(got.config(), cfg) {
+		t.Errorf("of an earlier version: %+v\nwant %+v", got.config(), cfg)
+	}
+	text, err := json.Marshal(optionsOf(cfg))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var tells, want map[string]any
+	if err := errors.Join(json.Unmarshal(text, &tells), json.Unmarshal([]byte(earlier), &want)); err != nil {
+		t.Fatal(err)
+	}
+	for name := range want {
+		if name != "Settings" && !reflect.DeepEqual(tells[name], want[name]) {
+			t.Errorf("to an earlier version: %s is %v, want %v", name, tells[name], want[name])
+		}
+	}
+
+	flags := &config.Flags{}
+	set := pflag.NewFlagSet("", pflag.ContinueOnError)
+	flags.Add(set)
+	if err := set.Parse([]string{"--manifests=/m", "--mode=nftables", "--cluster-cidr=10.1.0.0/16,fd00::/64", "--nodeport-addresses=10.0.0.0/8,primary",
+		"--ipvs-exclude-cidrs=10.2.0.0/16", "--ipvs-tcp-timeout=1s", "--kube-api-qps=1.5", "--conntrack-min=7", "--feature-gates=AllowServiceExternalIPs=false",
+		"--sysctl-dir=/elsewhere"}); err != nil {
+		t.Fatal(err)
+	}
+	if cfg, err = flags.Config(); err != nil {
+		t.Fatal(err)
+	}
+	if text, err = json.Marshal(optionsOf(cfg)); err != nil {
+		t.Fatal(err)
+	}
+	got = options{}
+	if err := json.Unmarshal(text, &got); err != nil {
+		t.Fatal(err)
+	}
+	same := got.config()
+	same.Configz, same.SysctlDir = cfg.Configz, cfg.SysctlDir
+	if !reflect.DeepEqual(same, cfg) || got.config().SysctlDir != "" {
+		t.Errorf("got %+v\nwant %+v", same, cfg)
 	}
 }
