@@ -10,8 +10,8 @@ import (
 
 // staleFlows are n flows to a Service whose endpoint is another one by now.
 func staleFlows(n int) []entry {
-	e := entry{Protocol: protoUDP, Dst: "10.96.0.10:53", From: "10.244.2.2:5353"}
-	return fromPort("10.244.1.9", slices.Repeat([]entry{e}, n), 1)
+	e := entry{Dst: "10.96.0.10:53", From: "10.244.2.2:5353"}
+	return fromPort(protoUDP, "10.244.1.9", slices.Repeat([]entry{e}, n), 1)
 }
 
 // fakeReconciler knows a UDP Service at 10.96.0.10:53, on a machine without addresses.

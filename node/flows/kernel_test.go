@@ -44,6 +44,16 @@ func mustPass(t testing.TB, r *Reconciler) {
 	}
 }
 
+// set puts ServicePorts into a plan, and tells r, for which that is a change.
+func set(r *Reconciler, p *plan.Plan, list ...*plan.ServicePort) {
+	changed := plan.Keys{}
+	for _, sp := range list {
+		p.Set(sp)
+		changed.Add(sp.Key)
+	}
+	r.Update(p, plan.Only(changed))
+}
+
 func sh(t testing.TB, command string) string {
 	t.Helper()
 	out, err := exec.Command("sh", "-ec", command).CombinedOutput()

@@ -34,10 +34,11 @@ func (s states) run(t testing.TB, r *Reconciler) {
 	wantPresent(t, s.all(), want...)
 }
 
-// fromPort numbers the sources of entries, so that each is another flow, and those of masqueraded ones likewise.
-func fromPort(host string, entries []entry, first int) []entry {
+// fromPort makes entries of a protocol, and numbers their sources, so that each is another flow, and those of masqueraded ones likewise.
+func fromPort(protocol uint8, host string, entries []entry, first int) []entry {
 	out := slices.Clone(entries)
 	for i := range out {
+		out[i].Protocol = protocol
 		out[i].Src = fmt.Sprintf("%s:%d", host, first+i)
 		if out[i].To != "" {
 			out[i].To = fmt.Sprintf("%s:%d", out[i].To, first+i)
@@ -151,14 +152,7 @@ func liveFlows(a addressesOf, protocol uint8) states {
 	// Translated, and to the ranges of Services: of one that was deleted before.
 	s.goes = append(s.goes,
 		entry{Dst: a.unused + ":53", From: a.two + ":5353"}, entry{Dst: a.clusterIP + ":54", From: a.two + ":5353"})
-	for i := range s.stay {
-		s.stay[i].Protocol = protocol
-	}
-	for i := range s.goes {
-		s.goes[i].Protocol = protocol
-	}
-	s.stay, s.goes = fromPort(a.client, s.stay, 10000), fromPort(a.client, s.goes, 20000)
-	return s
+	return states{fromPort(protocol, a.client, s.stay, 10000), fromPort(protocol, a.client, s.goes, 20000)}
 }
 
 // TestOtherProtocols: flows of TCP are not touched, whatever happens.
@@ -197,13 +191,11 @@ func TestScaledToZero(t *testing.T) {
 		p.Set(sp)
 		r := newReconciler(nil)
 		r.Update(p, plan.Everything())
-		flows := fromPort(a.client, []entry{
-			{Protocol: protoUDP, Dst: a.clusterIP + ":53", From: a.one + ":5353"},
-			{Protocol: protoUDP, Dst: a.node + ":30053", From: a.one + ":5353", To: a.masquerade},
+		flows := fromPort(protoUDP, a.client, []entry{
+			{Dst: a.clusterIP + ":53", From: a.one + ":5353"}, {Dst: a.node + ":30053", From: a.one + ":5353", To: a.masquerade},
 		}, 1000)
 		states{stay: flows}.run(t, r)
-		p.Set(withNodePort(service("dns", plan.UDP, a.clusterIP+":53"), 30053))
-		r.Update(p, plan.Only(plan.Keys{sp.Key: {}}))
+		set(r, p, withNodePort(service("dns", plan.UDP, a.clusterIP+":53"), 30053))
 		mustPass(t, r)
 		wantPresent(t, flows)
 	})
@@ -232,19 +224,13 @@ func TestServiceDeleted(t *testing.T) {
 				}
 				stays := []entry{{Dst: a.clusterIP + ":53"}, {Dst: a.other + ":30053", From: a.one + ":5353"},
 					{Dst: a.unused + ":53", From: a.one + ":5353"}}
-				for i := range goes {
-					goes[i].Protocol = protoUDP
-				}
-				for i := range stays {
-					stays[i].Protocol = protoUDP
-				}
-				states{stay: fromPort(a.client, stays, 1), goes: fromPort(a.client, goes, 100)}.run(t, r)
+				states{stay: fromPort(protoUDP, a.client, stays, 1), goes: fromPort(protoUDP, a.client, goes, 100)}.run(t, r)
 				for i := range passesAfterEnd {
 					r.work.all = true
-					states{goes: fromPort(a.client, goes, 200+10*i)}.run(t, r)
+					states{goes: fromPort(protoUDP, a.client, goes, 200+10*i)}.run(t, r)
 				}
 				r.work.all = true
-				states{stay: fromPort(a.client, goes, 300)}.run(t, r)
+				states{stay: fromPort(protoUDP, a.client, goes, 300)}.run(t, r)
 			})
 		})
 	}
@@ -255,14 +241,9 @@ func TestFrontendMoves(t *testing.T) {
 	a := byFamily[plan.IPv4]
 	for range 20 { // the order within a set of keys is random
 		p := plan.New(plan.Node{}, plan.Settings{})
-		first, second := service("a", plan.UDP, a.clusterIP+":53", a.one+":1"), service("b", plan.UDP, a.lb+":53", a.two+":2")
-		p.Set(first)
-		p.Set(second)
 		r := newReconciler(nil)
-		r.Update(p, plan.Everything())
-		p.Set(service("a", plan.UDP, a.lb+":53", a.one+":1"))
-		p.Set(service("b", plan.UDP, a.clusterIP+":53", a.two+":2"))
-		r.Update(p, plan.Only(plan.Keys{first.Key: {}, second.Key: {}}))
+		set(r, p, service("a", plan.UDP, a.clusterIP+":53", a.one+":1"), service("b", plan.UDP, a.lb+":53", a.two+":2"))
+		set(r, p, service("a", plan.UDP, a.lb+":53", a.one+":1"), service("b", plan.UDP, a.clusterIP+":53", a.two+":2"))
 		if len(r.index.gone) != 0 || len(r.index.live) != 2 {
 			t.Fatalf("live %v, gone %v", r.index.live, r.index.gone)
 		}
@@ -299,7 +280,7 @@ func TestStart(t *testing.T) {
 	nstest.Run(t, func() {
 		a := byFamily[plan.IPv4]
 		flow := func(i int) []entry {
-			return fromPort(a.client, []entry{{Protocol: protoSCTP, Dst: a.unused + ":53", From: a.one + ":5353"}}, i)
+			return fromPort(protoSCTP, a.client, []entry{{Dst: a.unused + ":53", From: a.one + ":5353"}}, i)
 		}
 		r := newReconciler(func(c *Config) { c.ServiceCIDRs = []netip.Prefix{netip.MustParsePrefix(a.service)} })
 		states{stay: flow(1)}.run(t, r) // nothing is known yet, so nothing is done
@@ -370,16 +351,12 @@ func TestResetTCP(t *testing.T) {
 		})
 		r.Update(p, plan.Everything())
 		s := states{
-			stay: fromPort(a.client, []entry{
+			stay: fromPort(protoTCP, a.client, []entry{
 				{Dst: a.clusterIP + ":53", From: a.one + ":5353"}, {Dst: a.clusterIP + ":53"},
 				{Dst: a.clusterIP + ":53", From: a.two + ":7001"}, {Dst: a.clusterIP + ":53", From: a.two + ":7002"},
 			}, 1),
-			goes: fromPort(a.client, []entry{{Dst: a.clusterIP + ":53", From: a.three + ":5353"}}, 100),
+			goes: fromPort(protoTCP, a.client, []entry{{Dst: a.clusterIP + ":53", From: a.three + ":5353"}}, 100),
 		}
-		for i := range s.stay {
-			s.stay[i].Protocol = protoTCP
-		}
-		s.goes[0].Protocol = protoTCP
 		s.run(t, r)
 		// A connection to a Service that is deleted lives on.
 		p.Delete(sp.Key)
@@ -409,9 +386,7 @@ func testStrayAnswers(t *testing.T, a addressesOf, asked bool) {
 	r := newReconciler(func(c *Config) { c.StrayAnswers = asked })
 	p := plan.New(plan.Node{}, plan.Settings{})
 	use := func(endpoints ...string) {
-		sp := service("dns", plan.UDP, a.clusterIP+":53", endpoints...)
-		p.Set(sp)
-		r.Update(p, plan.Only(plan.Keys{sp.Key: {}}))
+		set(r, p, service("dns", plan.UDP, a.clusterIP+":53", endpoints...))
 		mustPass(t, r)
 	}
 	one, two := a.one+":5353", a.two+":5353"
