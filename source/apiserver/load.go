@@ -56,7 +56,7 @@ func (r *resource) load(ctx context.Context) (source.Batch, error) {
 		objects[i] = item
 	}
 	var out source.Batch
-	s := &store{whole: true, resource: r, put: putInto[r.name], versions: map[types.NamespacedName]string{},
+	s := &store{whole: true, resource: r, versions: map[types.NamespacedName]string{},
 		deliver: func(_ *resource, b source.Batch, _ bool) { out = b }}
 	return out, s.Replace(objects, "")
 }

@@ -10,6 +10,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
@@ -27,6 +28,8 @@ const DefaultSilence = 3 * time.Minute
 type resource struct {
 	name    string // as in URLs: services
 	example runtime.Object
+	// put sets an object in its part of a batch; nil means that the object is gone.
+	put func(b *source.Batch, name types.NamespacedName, obj any)
 	// fields and labels select among the objects.
 	fields, labels string
 	client         rest.Interface

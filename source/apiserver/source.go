@@ -109,7 +109,7 @@ func (s *Source) Run(ctx context.Context, sink source.Sink) error {
 	ctx = quietly(ctx, s.cfg.Log)
 	var running sync.WaitGroup
 	for _, r := range s.resources {
-		objects := &store{resource: r, put: putInto[r.name], deliver: s.deliver, versions: map[types.NamespacedName]string{}}
+		objects := &store{resource: r, deliver: s.deliver, versions: map[types.NamespacedName]string{}}
 		reflector := cache.NewReflectorWithOptions(r.listWatch(), r.example, objects,
 			cache.ReflectorOptions{Name: r.name, Backoff: ptr.To(retries), Clock: interruptible{ctx: ctx}})
 		running.Go(func() { keepWatching(ctx, reflector, r) })

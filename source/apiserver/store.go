@@ -16,7 +16,6 @@ import (
 // reflector's goroutine uses it.
 type store struct {
 	resource *resource
-	put      func(*source.Batch, types.NamespacedName, any) // any is nil for an object that is gone
 	deliver  func(r *resource, b source.Batch, complete bool)
 	versions map[types.NamespacedName]string
 	whole    bool // objects are not stripped, as they are not kept for long
@@ -35,7 +34,7 @@ const aheadSize = 256
 func (s *store) Transformer() cache.TransformFunc {
 	return func(obj any) (any, error) {
 		if s.listed {
-			return strip(obj)
+			return strip(obj), nil
 		}
 		name, version, err := identify(obj)
 		if err != nil {
@@ -88,7 +87,7 @@ func (s *store) Delete(obj any) error {
 	}
 	delete(s.versions, name)
 	var b source.Batch
-	s.put(&b, name, nil)
+	s.resource.put(&b, name, nil)
 	s.deliver(s.resource, b, false)
 	return nil
 }
@@ -108,7 +107,7 @@ func (s *store) Replace(objects []any, _ string) error {
 	}
 	for name := range s.versions {
 		if _, still := now[name]; !still {
-			s.put(&b, name, nil)
+			s.resource.put(&b, name, nil)
 		}
 	}
 	s.versions, s.ahead, s.listed = now, source.Batch{}, true
@@ -128,11 +127,9 @@ func (s *store) take(b *source.Batch, obj any, versions map[types.NamespacedName
 	}
 	if had, known := s.versions[name]; !known || had != version || version == "" {
 		if !s.whole {
-			if obj, err = strip(obj); err != nil {
-				return err
-			}
+			obj = strip(obj)
 		}
-		s.put(b, name, obj)
+		s.resource.put(b, name, obj)
 	}
 	versions[name] = version
 	return nil
