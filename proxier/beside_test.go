@@ -2,14 +2,11 @@ package proxier
 
 import (
 	"context"
-	"log/slog"
 	"strings"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
-
-	"nodeproxy/plan"
 )
 
 // TestCompareBeside: no change waits for a comparison that runs beside syncs; one at a time runs, and a sync of everything follows only where
@@ -21,26 +18,19 @@ func TestCompareBeside(t *testing.T) {
 		r := &recorder{start: time.Now(), takes: time.Millisecond}
 		var running, begun, ended atomic.Int32
 		var again atomic.Bool
-		p := New(Config{NodeName: "me", Families: plan.Families[:], Backend: r, CompareEvery: every, Log: slog.New(slog.DiscardHandler),
-			Compare: func(ctx context.Context) bool {
-				if begun.Add(1); running.Add(1) > 1 {
-					t.Error("two comparisons at once")
-				}
-				defer running.Add(-1)
-				select {
-				case <-time.After(takes):
-				case <-ctx.Done():
-					time.Sleep(time.Second)
-				}
-				ended.Add(1)
-				return again.Load()
-			}})
-		ctx, cancel := context.WithCancel(t.Context())
-		stopped := make(chan struct{})
-		go func() {
-			p.Run(ctx)
-			close(stopped)
-		}()
+		p, stop := start(t, Config{Backend: r, CompareEvery: every, Compare: func(ctx context.Context) bool {
+			if begun.Add(1); running.Add(1) > 1 {
+				t.Error("two comparisons at once")
+			}
+			defer running.Add(-1)
+			select {
+			case <-time.After(takes):
+			case <-ctx.Done():
+				time.Sleep(time.Second)
+			}
+			ended.Add(1)
+			return again.Load()
+		}})
 		expect := func(what string, wantBegun, wantEnded int32, calls int, last string) {
 			t.Helper()
 			synctest.Wait()
@@ -66,8 +56,7 @@ func TestCompareBeside(t *testing.T) {
 		p.Suspect("a test says so")
 		time.Sleep(2 * debounce)
 		expect("the next one", 3, 2, 3, "all of 2")
-		cancel()
-		<-stopped
+		stop()
 		if running.Load() != 0 {
 			t.Error("a comparison goes on after the end")
 		}

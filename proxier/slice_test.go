@@ -10,7 +10,6 @@ import (
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
 
 	"nodeproxy/plan"
 	"nodeproxy/source"
@@ -228,11 +227,11 @@ func TestReadNode(t *testing.T) {
 func TestTriggers(t *testing.T) {
 	t.Parallel()
 	s := newTestState(nil)
-	name := types.NamespacedName{Namespace: "ns", Name: "a-1"}
 	apply := func(at string, synced bool) []time.Time {
 		es := weighted(discovery.AddressTypeIPv4, "", "10.244.1.5")
 		es.Annotations[v1.EndpointsLastChangeTriggerTime] = at
-		s.Apply(source.Batch{EndpointSlices: map[types.NamespacedName]*discovery.EndpointSlice{name: es}, Synced: synced})
+		s.Apply(ofSlice(es))
+		s.Apply(source.Batch{Synced: synced})
 		s.Update()
 		var out []time.Time
 		for _, trigger := range s.Triggers() {
