@@ -80,7 +80,7 @@ func largeSlice(service string, ports int, address string) *discovery.EndpointSl
 		Labels: map[string]string{discovery.LabelServiceName: service}}, AddressType: discovery.AddressTypeIPv4,
 		Endpoints: []discovery.Endpoint{{Addresses: []string{address}}}}
 	for i := range ports {
-		es.Ports = append(es.Ports, discovery.EndpointPort{Name: ptr(fmt.Sprint("p", i)), Port: ptr(int32(i + 1))})
+		es.Ports = append(es.Ports, discovery.EndpointPort{Name: new(fmt.Sprint("p", i)), Port: new(int32(i + 1))})
 	}
 	return es
 }

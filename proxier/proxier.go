@@ -367,22 +367,20 @@ func (p *Proxier) wait(ctx context.Context) bool {
 		p.waitToRetry(ctx)
 		return ctx.Err() == nil // select picks any ready case
 	}
-	if p.more() {
-		// Another program may have changed something while a large change is being written.
-		at := p.compareAt()
-		p.full = !at.IsZero() && !time.Now().Before(at) && p.compare(ctx)
-		select {
-		case r := <-p.beside:
-			p.full = p.compared(r)
-		default:
-		}
-		return ctx.Err() == nil
-	}
 	for ctx.Err() == nil {
-		var compare <-chan time.Time
-		at := p.compareAt()
-		if !at.IsZero() {
-			compare = time.After(time.Until(at))
+		at := p.compareAt() // Another program may have changed something, also while a large change is being written.
+		if !at.IsZero() && !time.Now().Before(at) {
+			if p.compare(ctx) {
+				p.full = true
+				return true
+			}
+			at = time.Time{} // A comparison is under way now.
+		}
+		var due <-chan time.Time
+		if p.more() {
+			due = time.After(0)
+		} else if !at.IsZero() {
+			due = time.After(time.Until(at))
 		}
 		select {
 		case <-ctx.Done():
@@ -393,9 +391,8 @@ func (p *Proxier) wait(ctx context.Context) bool {
 			if p.full = p.compared(r); p.full {
 				return ctx.Err() == nil
 			}
-		case <-compare:
-			// If not, there was another suspicion meanwhile.
-			if p.full = !time.Now().Before(p.compareAt()) && p.compare(ctx); p.full {
+		case <-due:
+			if p.more() {
 				return ctx.Err() == nil
 			}
 		}

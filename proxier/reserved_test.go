@@ -79,7 +79,7 @@ func TestReserved(t *testing.T) {
 	api.Namespace = "default"
 	slice := endpointSlice(discovery.Endpoint{Addresses: []string{"192.0.2.1"}}, discovery.Endpoint{Addresses: []string{"192.0.2.2"}})
 	slice.Namespace, slice.Name, slice.Labels[discovery.LabelServiceName] = "default", "kubernetes", "kubernetes"
-	slice.Ports = []discovery.EndpointPort{{Name: ptr("https"), Port: ptr[int32](6443)}}
+	slice.Ports = []discovery.EndpointPort{{Name: new("https"), Port: new(int32(6443))}}
 	s.Apply(ofService(api))
 	s.Apply(ofSlice(slice))
 	check("both are endpoints of default/kubernetes", all[2:]...)

@@ -15,7 +15,7 @@ var flagged = []string{"sh", "mh"}
 
 // readScheduler reads the scheduler that a Service's annotations ask for. If any part can't be understood, the whole is ignored:
 // half of a request may be worse than the default.
-func readScheduler(svc *v1.Service, f *findings) plan.Scheduler {
+func readScheduler(svc *v1.Service, f *source.Findings) plan.Scheduler {
 	i := slices.IndexFunc(source.SchedulerAnnotations, func(key string) bool {
 		_, ok := svc.Annotations[key]
 		return ok
@@ -23,7 +23,7 @@ func readScheduler(svc *v1.Service, f *findings) plan.Scheduler {
 	flagsText, hasFlags := svc.Annotations[source.AnnotationKubeRouterSchedFlags]
 	if i < 0 {
 		if hasFlags {
-			f.problem(annotationField(source.AnnotationKubeRouterSchedFlags), "it is ignored", "there is no annotation %s beside it",
+			f.Problem(annotationField(source.AnnotationKubeRouterSchedFlags), "it is ignored", "there is no annotation %s beside it",
 				source.AnnotationKubeRouterScheduler)
 		}
 		return plan.Scheduler{}
@@ -48,14 +48,14 @@ func readScheduler(svc *v1.Service, f *findings) plan.Scheduler {
 
 type schedulerReader struct {
 	key string // the annotation that names the scheduler
-	f   *findings
+	f   *source.Findings
 	out plan.Scheduler
 	bad bool
 }
 
 func (r *schedulerReader) problem(key, detail string, args ...any) {
 	r.bad = true
-	r.f.problem(annotationField(key), "the default scheduler is used for this Service", detail, args...)
+	r.f.Problem(annotationField(key), "the default scheduler is used for this Service", detail, args...)
 }
 
 func (r *schedulerReader) name(text string) {

@@ -50,7 +50,7 @@ func TestScheduler(t *testing.T) {
 	} {
 		svc := makeService(clusterIPs("10.96.0.1", "fd00::1"), ports(v1.ServicePort{Name: "x", Port: 80}, v1.ServicePort{Name: "y", Port: 81}))
 		svc.Annotations = c.annotations
-		specs, found := readService(svc, plan.Families[:])
+		specs, found := readService(svc, &plan.Settings{}, plan.Families[:])
 		if got := said(found); !slices.Equal(got, c.found) {
 			t.Errorf("%v: found %q, want %q", c.annotations, got, c.found)
 		}

@@ -9,6 +9,7 @@ import (
 	networking "k8s.io/api/networking/v1"
 
 	"nodeproxy/plan"
+	"nodeproxy/source"
 )
 
 // applyServiceCIDRs applies changes of ServiceCIDRs.
@@ -28,19 +29,19 @@ func (s *State) applyServiceCIDRs(objects map[string]*networking.ServiceCIDR) {
 // applyServiceCIDR applies a ServiceCIDR; nil means that it is gone. One that is being deleted still counts: its finalizer keeps it
 // until no Service has an address of it (KEP-1880).
 func (s *State) applyServiceCIDR(name string, obj *networking.ServiceCIDR) {
-	f := &findings{object: "ServiceCIDR " + name}
+	f := &source.Findings{Object: "ServiceCIDR " + name}
 	delete(s.cidrs, name)
 	if obj != nil {
 		for i, text := range obj.Spec.CIDRs {
 			cidr, ok := parseCIDR(text)
 			if !ok {
-				f.problem(fmt.Sprintf("spec.cidrs[%d]", i), "this range is ignored", "%.80q is not a CIDR", text)
+				f.Problem(fmt.Sprintf("spec.cidrs[%d]", i), "this range is ignored", "%.80q is not a CIDR", text)
 				continue
 			}
 			s.cidrs[name] = append(s.cidrs[name], cidr)
 		}
 	}
-	s.reportNew(f.object, f.list)
+	s.reportNew(f.Object, f.List)
 }
 
 // serviceCIDRs returns the ranges of the configuration and of all objects, in order, each once.

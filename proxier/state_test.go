@@ -18,8 +18,6 @@ import (
 	"nodeproxy/source"
 )
 
-func ptr[T any](v T) *T { return &v }
-
 func newTestState(report source.Report) *State {
 	return NewState("me", plan.Settings{
 		DetectLocal:  plan.DetectLocal{Mode: plan.DetectNodeCIDR},

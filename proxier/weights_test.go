@@ -16,7 +16,7 @@ import (
 func weighted(family discovery.AddressType, weights string, ips ...string) *discovery.EndpointSlice {
 	es := &discovery.EndpointSlice{ObjectMeta: metav1.ObjectMeta{Namespace: "ns", Name: "a-1",
 		Labels: map[string]string{discovery.LabelServiceName: "a"}, Annotations: map[string]string{source.AnnotationWeights: weights}},
-		AddressType: family, Ports: []discovery.EndpointPort{{Port: ptr[int32](8080)}}}
+		AddressType: family, Ports: []discovery.EndpointPort{{Port: new(int32(8080))}}}
 	for _, ip := range ips {
 		es.Endpoints = append(es.Endpoints, discovery.Endpoint{Addresses: []string{ip}})
 	}

@@ -50,20 +50,20 @@ func Admit(obj any) (findings []source.Finding, refused bool) {
 	default:
 		panic(fmt.Sprintf("%T is not used by a Cluster", obj))
 	}
-	return c.findings, c.refused
+	return c.List, c.refused
 }
 
 // checker collects the findings of one object.
 type checker struct {
-	effect   string // of a fault because of which the object can't be used
-	findings []source.Finding
-	refused  bool
+	source.Findings
+	effect  string // of a fault because of which the object can't be used
+	refused bool
 }
 
 // reject reports a fault because of which the object can't be used.
 func (c *checker) reject(field, format string, args ...any) {
 	c.refused = true
-	c.problem(field, c.effect, format, args...)
+	c.Problem(field, c.effect, format, args...)
 }
 
 // require refuses the object unless a rule holds.
@@ -73,24 +73,10 @@ func (c *checker) require(holds bool, field, format string, args ...any) {
 	}
 }
 
-// problem reports a fault that leaves the object in use.
-func (c *checker) problem(field, effect, format string, args ...any) *source.Finding {
-	c.findings = append(c.findings,
-		source.Finding{Severity: source.Problem, Field: field, Detail: fmt.Sprintf(format, args...), Effect: effect})
-	return &c.findings[len(c.findings)-1]
-}
-
-// note reports a limit that is there by design.
-func (c *checker) note(field, effect, format string, args ...any) *source.Finding {
-	f := c.problem(field, effect, format, args...)
-	f.Severity = source.Note
-	return f
-}
-
 // remarks returns the findings as remarks about an object.
 func (c *checker) remarks(kind string, name types.NamespacedName) []Remark {
 	var out []Remark
-	for _, f := range c.findings {
+	for _, f := range c.List {
 		out = append(out, Remark{ID{kind, name.Namespace, name.Name}, f})
 	}
 	return out
@@ -121,11 +107,11 @@ func (c *checker) meta(meta *metav1.ObjectMeta, namespace string, nameRule func(
 				field += "[" + key + "]"
 			}
 			if len(validation.IsQualifiedName(strings.ToLower(key))) > 0 {
-				c.note(field, effect, "%.80q is not a valid key, which is a name of at most 63 letters, digits, '-', '_' or '.', after a "+
+				c.Note(field, effect, "%.80q is not a valid key, which is a name of at most 63 letters, digits, '-', '_' or '.', after a "+
 					"DNS domain and one '/' if any", key)
 			}
 			if msgs := validation.IsValidLabelValue(values[key]); i == 0 && len(msgs) > 0 {
-				c.note(field, effect, "%.80q is not a valid label value: %s", values[key], msgs[0])
+				c.Note(field, effect, "%.80q is not a valid label value: %s", values[key], msgs[0])
 			}
 		}
 	}
@@ -336,7 +322,7 @@ func (c *checker) slice(es *discovery.EndpointSlice) {
 		}
 	}
 	if es.AddressType == discovery.AddressTypeFQDN {
-		c.note("addressType", source.NotForProxy, "a proxy can't forward to names")
+		c.Note("addressType", source.NotForProxy, "a proxy can't forward to names")
 		return
 	}
 	for i, e := range es.Endpoints {
@@ -393,11 +379,11 @@ func (c *checker) pod(pod *v1.Pod) {
 	switch {
 	case c.refused:
 	case podFinished(pod):
-		c.note("status.phase", effect, "the Pod has ended (%s)", pod.Status.Phase)
+		c.Note("status.phase", effect, "the Pod has ended (%s)", pod.Status.Phase)
 	case len(pod.Status.PodIPs) == 0:
-		c.note("status", effect, "the Pod has no status.podIP; nothing here runs it and gives it one")
+		c.Note("status", effect, "the Pod has no status.podIP; nothing here runs it and gives it one")
 	case pod.Spec.NodeName == "":
-		c.note("spec", effect+", but of those that publish not-ready addresses", "the Pod has no spec.nodeName: it runs nowhere")
+		c.Note("spec", effect+", but of those that publish not-ready addresses", "the Pod has no spec.nodeName: it runs nowhere")
 	}
 }
 

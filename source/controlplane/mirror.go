@@ -51,7 +51,7 @@ func mirrorSlices(svc *v1.Service, ep *legacyEndpoints, c *checker) []*discovery
 	}
 	for _, key := range slices.Sorted(maps.Keys(groups)) {
 		if g := groups[key]; len(g.Endpoints) > maxMirrored {
-			c.problem("subsets", fmt.Sprintf("the first %d are used", maxMirrored),
+			c.Problem("subsets", fmt.Sprintf("the first %d are used", maxMirrored),
 				"%d %s addresses with the same ports; at most %d are mirrored", len(g.Endpoints), g.AddressType, maxMirrored)
 			g.Endpoints = g.Endpoints[:maxMirrored]
 		}

@@ -114,7 +114,7 @@ func podSlices(svc *v1.Service, pods []*v1.Pod, zone func(node string) string, c
 		if len(names) > 3 {
 			names = append(names[:3:3], fmt.Sprintf("and %d more", len(unnamed[field])-3))
 		}
-		c.problem(field, "they are not endpoints of this port",
+		c.Problem(field, "they are not endpoints of this port",
 			"no container port of this name and protocol in Pod %s", strings.Join(names, ", "))
 	}
 	return groups.slices(svc, sliceController, maxPodSlice)
