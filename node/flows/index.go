@@ -50,43 +50,6 @@ func frontendsOf(sp *plan.ServicePort) (out []frontend) {
 	return out
 }
 
-// serving returns the endpoints that are in use, or would answer if they were.
-func serving(sp *plan.ServicePort) []netip.AddrPort {
-	var yes, no []netip.AddrPort
-	for _, ep := range sp.All() {
-		yes = append(yes, ep.Addr)
-	}
-	for _, x := range sp.Excluded {
-		switch x.Reason {
-		case plan.NotReady, plan.TerminatingStopped:
-			no = append(no, x.Addr)
-		default:
-			yes = append(yes, x.Addr)
-		}
-	}
-	// One policy may leave out an endpoint for its place, and another because it does not serve.
-	slices.SortFunc(no, netip.AddrPort.Compare)
-	yes = slices.DeleteFunc(yes, func(a netip.AddrPort) bool { return contains(no, a) })
-	return sortedSet(yes)
-}
-
-// listed returns all endpoints, whatever their condition.
-func listed(sp *plan.ServicePort) []netip.AddrPort {
-	var out []netip.AddrPort
-	for _, ep := range sp.All() {
-		out = append(out, ep.Addr)
-	}
-	for _, x := range sp.Excluded {
-		out = append(out, x.Addr)
-	}
-	return sortedSet(out)
-}
-
-func sortedSet(list []netip.AddrPort) []netip.AddrPort {
-	slices.SortFunc(list, netip.AddrPort.Compare)
-	return slices.Clip(slices.Compact(list))
-}
-
 func contains(sorted []netip.AddrPort, a netip.AddrPort) bool {
 	_, found := slices.BinarySearchFunc(sorted, a, netip.AddrPort.Compare)
 	return found
@@ -131,17 +94,29 @@ func (x *index) expect(n int) {
 	}
 }
 
-// judge returns the endpoints whose flows stay, in order; false if flows to a ServicePort are not judged by their endpoint.
+// judge returns the endpoints whose flows stay, in order; false if flows to a ServicePort are not judged by their endpoint. Those of TCP
+// stay with any endpoint that is listed, and others with those that are in use, or would answer if they were.
 func (x *index) judge(sp *plan.ServicePort) (allowed []netip.AddrPort, judged bool) {
-	switch {
-	case sp == nil:
+	tcp := sp != nil && sp.Key.Protocol == plan.TCP
+	if sp == nil || tcp && (x.resetTCP == nil || !x.resetTCP(sp)) {
 		return nil, false
-	case sp.Key.Protocol != plan.TCP:
-		return serving(sp), true
-	case x.resetTCP != nil && x.resetTCP(sp):
-		return listed(sp), true
 	}
-	return nil, false
+	for _, ep := range sp.All() {
+		allowed = append(allowed, ep.Addr)
+	}
+	var stopped []netip.AddrPort
+	for _, e := range sp.Excluded {
+		if !tcp && (e.Reason == plan.NotReady || e.Reason == plan.TerminatingStopped) {
+			stopped = append(stopped, e.Addr)
+		} else {
+			allowed = append(allowed, e.Addr)
+		}
+	}
+	// One policy may leave out an endpoint for its place, and another because it does not serve.
+	slices.SortFunc(stopped, netip.AddrPort.Compare)
+	allowed = slices.DeleteFunc(allowed, func(a netip.AddrPort) bool { return contains(stopped, a) })
+	slices.SortFunc(allowed, netip.AddrPort.Compare)
+	return slices.Clip(slices.Compact(allowed)), true
 }
 
 // set replaces the ServicePort with this key; nil removes it. It returns the frontends whose flows may be stale now, and whether the
