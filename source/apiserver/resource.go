@@ -91,14 +91,18 @@ func (r *resource) failed(what string, err error) {
 	if r.optional {
 		defer r.unavailable()
 	}
-	if absent {
-		if news {
-			r.reportAbsent(err)
-		}
-		return
-	}
 	level := slog.LevelDebug
 	switch {
+	case absent && news && apierrors.IsForbidden(err):
+		r.log.Warn("this program may not read a resource; Services are proxied without it. The rule that allows it: apiGroups ["+
+			r.group+"], resources ["+r.name+"], verbs [list, watch]", "resource", r.name, "asked-again-in", r.askAgain, "error", err)
+		return
+	case absent && news:
+		r.log.Info("the API server does not serve a resource; Services are proxied without it", "resource", r.name, "group", r.group,
+			"asked-again-in", r.askAgain)
+		return
+	case absent:
+		return
 	case first && (apierrors.IsResourceExpired(err) || apierrors.IsGone(err)):
 		level = slog.LevelInfo // A restarted API server does not know older versions; a new list solves that.
 	case first:
@@ -106,17 +110,6 @@ func (r *resource) failed(what string, err error) {
 	}
 	r.log.Log(context.Background(), level, "request to the API server failed; the known objects stay in force, and the request is repeated",
 		"resource", r.name, "request", what, "error", err)
-}
-
-// reportAbsent logs that the program does without this resource, and why.
-func (r *resource) reportAbsent(err error) {
-	if apierrors.IsForbidden(err) {
-		r.log.Warn("this program may not read a resource; Services are proxied without it. The rule that allows it: apiGroups ["+
-			r.group+"], resources ["+r.name+"], verbs [list, watch]", "resource", r.name, "asked-again-in", r.askAgain, "error", err)
-		return
-	}
-	r.log.Info("the API server does not serve a resource; Services are proxied without it", "resource", r.name, "group", r.group,
-		"asked-again-in", r.askAgain)
 }
 
 // absent reports whether the API server last answered that it has no such resource for this program.

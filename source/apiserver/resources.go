@@ -12,7 +12,6 @@ import (
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/rest"
 
 	"nodeproxy/source"
@@ -67,11 +66,6 @@ func (r *resource) get(o metav1.ListOptions) *rest.Request {
 func (r *resource) list(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
 	list := r.newList()
 	return list, r.get(o).Do(ctx).Into(list)
-}
-
-func (r *resource) watch(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
-	o.Watch = true
-	return r.get(o).Watch(ctx)
 }
 
 func put[K comparable, V any](objects *map[K]*V, name K, obj any) {
