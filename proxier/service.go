@@ -97,33 +97,29 @@ type addresses struct {
 
 func readAddresses(svc *v1.Service, f *source.Findings) addresses {
 	out := addresses{cluster: map[plan.Family]netip.Addr{}, sourceRanges: map[plan.Family][]netip.Prefix{}}
+	usable := func(field, text, effect string, linkLocal bool) (netip.Addr, bool) {
+		ip, ok := source.ParseIP(text)
+		what := source.SpecialAddress(ip)
+		if !ok {
+			f.Problem(field, effect, "%.80q is not an IP address", text)
+		} else if ok = what == "" || linkLocal && ip.IsLinkLocalUnicast(); !ok {
+			f.Problem(field, effect, "%s is %s", ip, what)
+		}
+		return ip, ok
+	}
 	clusterIPs := svc.Spec.ClusterIPs
 	if len(clusterIPs) == 0 {
 		clusterIPs = []string{svc.Spec.ClusterIP}
 	}
 	for i, text := range clusterIPs {
-		ip, ok := source.ParseIP(text)
-		if !ok {
-			f.Problem(fmt.Sprintf("spec.clusterIPs[%d]", i), "the Service is not proxied at it", "%.80q is not an IP address", text)
-			continue
-		}
-		// No API server allocates these. From an untrusted one, they would capture the node's own traffic.
-		if ip.IsUnspecified() || ip.IsLoopback() || ip.IsMulticast() {
-			f.Problem(fmt.Sprintf("spec.clusterIPs[%d]", i), "the Service is not proxied at it", "%s is %s", ip, source.SpecialAddress(ip))
-			continue
-		}
-		if family := plan.FamilyOf(ip); !out.cluster[family].IsValid() {
+		// No API server allocates addresses of a special kind. From an untrusted one, they would capture the node's own traffic.
+		ip, ok := usable(fmt.Sprintf("spec.clusterIPs[%d]", i), text, "the Service is not proxied at it", true)
+		if family := plan.FamilyOf(ip); ok && !out.cluster[family].IsValid() {
 			out.cluster[family] = ip
 		}
 	}
 	for i, text := range svc.Spec.ExternalIPs {
-		field := fmt.Sprintf("spec.externalIPs[%d]", i)
-		ip, ok := source.ParseIP(text)
-		if !ok {
-			f.Problem(field, "this external IP is not proxied", "%.80q is not an IP address", text)
-		} else if what := source.SpecialAddress(ip); what != "" {
-			f.Problem(field, "this external IP is not proxied", "%s is %s", ip, what)
-		} else {
+		if ip, ok := usable(fmt.Sprintf("spec.externalIPs[%d]", i), text, "this external IP is not proxied", false); ok {
 			out.external = append(out.external, ip)
 		}
 	}
@@ -186,23 +182,19 @@ func (a *addresses) readSourceRanges(svc *v1.Service, f *source.Findings) {
 		family := plan.FamilyOf(cidr.Addr())
 		a.sourceRanges[family] = append(a.sourceRanges[family], cidr)
 	}
-	nobody := map[plan.Family]netip.Prefix{
-		plan.IPv4: netip.MustParsePrefix("0.0.0.0/32"), plan.IPv6: netip.MustParsePrefix("::/128"),
-	}
 	unread := len(bad) > 0 && len(a.sourceRanges) == 0
 	a.unlimited = map[plan.Family]bool{}
 	for _, family := range plan.Families {
-		a.unlimited[family] = !bad[family] && !unread && len(a.sourceRanges[family]) == 0
-	}
-	for family, none := range nobody {
-		if (bad[family] || unread) && len(a.sourceRanges[family]) == 0 {
-			a.sourceRanges[family] = []netip.Prefix{none}
-		}
-	}
-	for family, ranges := range a.sourceRanges {
-		ranges = plan.Canonical(ranges)
-		if a.sourceRanges[family] = ranges; ranges[0].Bits() == 0 {
+		switch ranges := plan.Canonical(a.sourceRanges[family]); {
+		case len(ranges) == 0 && (bad[family] || unread):
+			nobody := netip.PrefixFrom(family.All().Addr(), family.Bits())
+			a.sourceRanges[family] = []netip.Prefix{nobody}
+		case len(ranges) == 0:
+			a.unlimited[family] = true
+		case ranges[0].Bits() == 0:
 			delete(a.sourceRanges, family)
+		default:
+			a.sourceRanges[family] = ranges
 		}
 	}
 }
