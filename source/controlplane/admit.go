@@ -12,7 +12,6 @@ import (
 	discovery "k8s.io/api/discovery/v1"
 	networking "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/intstr"
 	"k8s.io/apimachinery/pkg/util/validation"
 	utilnet "k8s.io/utils/net"
@@ -71,15 +70,6 @@ func (c *checker) require(holds bool, field, format string, args ...any) {
 	if !holds {
 		c.reject(field, format, args...)
 	}
-}
-
-// remarks returns the findings as remarks about an object.
-func (c *checker) remarks(kind string, name types.NamespacedName) []Remark {
-	var out []Remark
-	for _, f := range c.List {
-		out = append(out, Remark{ID{kind, name.Namespace, name.Name}, f})
-	}
-	return out
 }
 
 // meta checks an object's name, namespace, labels and annotations. nameRule validates names of its kind; one without a namespace gets

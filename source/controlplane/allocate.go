@@ -297,7 +297,7 @@ func (a *allocator) portBids(n types.NamespacedName, svc *v1.Service, got *alloc
 }
 
 // movedFrom reports what other Services have taken of what was allocated to one that does not name it.
-func (a *allocator) movedFrom(svc *v1.Service, was, now *allocation, check *checker) {
+func (a *allocator) movedFrom(svc *v1.Service, was, now *allocation, check *source.Findings) {
 	inUse := func(owners ...types.NamespacedName) bool {
 		return slices.ContainsFunc(owners, func(n types.NamespacedName) bool { return !a.out[n].refused })
 	}

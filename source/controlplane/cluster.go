@@ -54,14 +54,9 @@ func (r Ranges) complete() (Ranges, error) {
 	return r, nil
 }
 
-// Remark is a finding about an object. The caller completes the finding by the object and its place.
-type Remark struct {
-	ID ID
-	source.Finding
-}
-
-// Report receives all remarks on a topic, which replace those that it received before.
-type Report func(topic string, remarks []Remark)
+// Report receives all findings on a topic, which are about one object and replace those that it received before. The receiver completes
+// them by the object and its place.
+type Report func(topic string, about ID, found []source.Finding)
 
 // Cluster is a set of objects, and what the API server and the controllers would make of them. It is incremental: a change costs
 // work for the Services that it concerns only. What it delivers is a function of the objects alone.
@@ -238,7 +233,7 @@ func (c *Cluster) podsOf(svc *v1.Service) (out []*v1.Pod) {
 }
 
 func (c *Cluster) setSlice(name types.NamespacedName, before, after *discovery.EndpointSlice) {
-	check := &checker{}
+	check := &source.Findings{}
 	if owner, ok := ownerOf(before); ok {
 		delete(c.service(owner).given, name.Name)
 		c.dirty[owner] = true
@@ -257,7 +252,7 @@ func (c *Cluster) setSlice(name types.NamespacedName, before, after *discovery.E
 			check.Note("metadata.labels", source.NotForProxy, "without a label %s the slice belongs to no Service", discovery.LabelServiceName)
 		}
 	}
-	c.report("slice "+name.String(), check.remarks(kindEndpointSlice, name))
+	c.report("slice "+name.String(), idOf(kindEndpointSlice, name), check.List)
 }
 
 // ownerOf returns the Service of a slice that is delivered; false if it is not.
@@ -284,22 +279,22 @@ func (c *Cluster) allocate() {
 		}
 	}
 	for name, was := range c.moved {
-		check := &checker{}
+		check := &source.Findings{}
 		if now := c.granted.out[name]; now != nil && !now.refused && !c.changed[name] {
 			c.granted.movedFrom(c.service(name).object, was, now, check)
 		}
 		if len(check.List) == 0 {
 			delete(c.moved, name)
 		}
-		c.report("moved "+name.String(), check.remarks(kindService, name))
+		c.report("moved "+name.String(), idOf(kindService, name), check.List)
 	}
 }
 
 // recompute delivers one Service, unless it is refused, and the slices that controllers make for it.
 func (c *Cluster) recompute(name types.NamespacedName) {
 	known := c.service(name)
-	svc, ep := known.object, as[legacyEndpoints](c.objects[ID{kindEndpoints, name.Namespace, name.Name}])
-	forService, forEndpoints := &checker{}, &checker{}
+	svc, ep := known.object, as[legacyEndpoints](c.objects[idOf(kindEndpoints, name)])
+	var forService, forEndpoints source.Findings
 	var out *v1.Service
 	var made []*discovery.EndpointSlice
 	if svc == nil {
@@ -317,8 +312,8 @@ func (c *Cluster) recompute(name types.NamespacedName) {
 	} else {
 		forService.List = slices.Clone(got.List)
 		out = got.apply(svc)
-		made = c.makeSlices(out, ep, len(known.given) > 0, forService, forEndpoints)
-		checkPortNames(out, append(slices.Collect(maps.Values(known.given)), made...), forService)
+		made = c.makeSlices(out, ep, len(known.given) > 0, &forService, &forEndpoints)
+		checkPortNames(out, append(slices.Collect(maps.Values(known.given)), made...), &forService)
 	}
 	if !equality.Semantic.DeepEqual(known.delivered, out) {
 		c.batch.Services[name], known.delivered = out, out
@@ -339,12 +334,13 @@ func (c *Cluster) recompute(name types.NamespacedName) {
 	if svc == nil && len(known.given) == 0 {
 		delete(c.namespace(name.Namespace).services, name.Name)
 	}
-	c.report("service "+name.String(), append(forService.remarks(kindService, name), forEndpoints.remarks(kindEndpoints, name)...))
+	c.report("service "+name.String(), idOf(kindService, name), forService.List)
+	c.report("service "+name.String()+" Endpoints", idOf(kindEndpoints, name), forEndpoints.List)
 }
 
 // makeSlices returns the slices that the controllers make for one Service, which may have Endpoints, and slices that are given.
 func (c *Cluster) makeSlices(
-	svc *v1.Service, ep *legacyEndpoints, given bool, forService, forEndpoints *checker,
+	svc *v1.Service, ep *legacyEndpoints, given bool, forService, forEndpoints *source.Findings,
 ) []*discovery.EndpointSlice {
 	if topologyAuto(svc) {
 		forService.Note("metadata.annotations", "as with trafficDistribution PreferSameZone, each endpoint is for its own zone",
@@ -381,7 +377,7 @@ func (c *Cluster) makeSlices(
 
 // checkPortNames reports the ports without a slice that has a port of the same name and protocol, by which the two are matched;
 // the target port does not matter.
-func checkPortNames(svc *v1.Service, slices []*discovery.EndpointSlice, check *checker) {
+func checkPortNames(svc *v1.Service, slices []*discovery.EndpointSlice, check *source.Findings) {
 	if len(slices) == 0 {
 		return
 	}

@@ -33,7 +33,7 @@ type mirrorAddress struct {
 
 // mirrorSlices makes the slices of a Service from its Endpoints, as the mirroring controller does: subsets are
 // joined by address and split again by ports.
-func mirrorSlices(svc *v1.Service, ep *legacyEndpoints, c *checker) []*discovery.EndpointSlice {
+func mirrorSlices(svc *v1.Service, ep *legacyEndpoints, c *source.Findings) []*discovery.EndpointSlice {
 	groups := sliceGroups{}
 	for _, a := range mirrorAddresses(ep) {
 		ports := map[bool][]discovery.EndpointPort{} // by whether it is ready for them

@@ -81,7 +81,7 @@ func sliceName(service, what string) string {
 
 // podSlices makes the slices of a Service from the Pods that its selector selects, as the EndpointSlice controller
 // does. zone returns the zone of a node, if it is known.
-func podSlices(svc *v1.Service, pods []*v1.Pod, zone func(node string) string, c *checker) []*discovery.EndpointSlice {
+func podSlices(svc *v1.Service, pods []*v1.Pod, zone func(node string) string, c *source.Findings) []*discovery.EndpointSlice {
 	groups := sliceGroups{}
 	unnamed := map[string][]string{} // by field: the Pods that lack a named port
 	for _, pod := range pods {
