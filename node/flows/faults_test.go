@@ -208,11 +208,8 @@ func TestLooksAgain(t *testing.T) {
 // TestNothingUDP: without anything to look for, nothing is read.
 func TestNothingUDP(t *testing.T) {
 	k := &conntracktest.Kernel{}
-	p := plan.New(plan.Node{}, plan.Settings{})
-	p.Set(service("web", plan.TCP, "10.96.0.10:80"))
-	r := newReconciler(func(c *Config) { c.Families = []plan.Family{plan.IPv4} })
+	r, _ := reconciling(func(c *Config) { c.Families = []plan.Family{plan.IPv4} }, service("web", plan.TCP, "10.96.0.10:80"))
 	r.table.Dial = k.Dial
-	r.Update(p, plan.Everything())
 	mustPass(t, r)
 	if len(k.Dumps) != 0 || !r.started {
 		t.Errorf("dumps %q", k.Dumps)

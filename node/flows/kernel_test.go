@@ -36,6 +36,16 @@ func newReconciler(change func(*Config)) *Reconciler {
 	return New(cfg)
 }
 
+// reconciling returns a Reconciler of a plan of these ServicePorts, and the plan.
+func reconciling(change func(*Config), list ...*plan.ServicePort) (*Reconciler, *plan.Plan) {
+	r, p := newReconciler(change), plan.New(plan.Node{}, plan.Settings{})
+	for _, sp := range list {
+		p.Set(sp)
+	}
+	r.Update(p, plan.Everything())
+	return r, p
+}
+
 // mustPass does one pass.
 func mustPass(t testing.TB, r *Reconciler) {
 	t.Helper()

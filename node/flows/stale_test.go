@@ -61,6 +61,11 @@ var byFamily = map[plan.Family]addressesOf{
 		three: "[fd00:244:3::3]", masquerade: "[fd00:77::1]", loopback: "[::1]", service: "fd00:96::/112"},
 }
 
+// serviceCIDRs configures the range of cluster IPs.
+func serviceCIDRs(a addressesOf) func(*Config) {
+	return func(c *Config) { c.ServiceCIDRs = []netip.Prefix{netip.MustParsePrefix(a.service)} }
+}
+
 func parseAddr(s string) netip.Addr { return netip.MustParseAddrPort(s + ":1").Addr() }
 
 // full is a ServicePort with every kind of frontend, one endpoint in use, one terminating one that serves, one whose node
@@ -104,10 +109,7 @@ func TestLiveFrontend(t *testing.T) {
 				t.Parallel()
 				nstest.Run(t, func() {
 					nodeAddresses(t)
-					p := plan.New(plan.Node{}, plan.Settings{})
-					p.Set(full("dns", protocol, a))
-					r := newReconciler(func(c *Config) { c.ServiceCIDRs = []netip.Prefix{netip.MustParsePrefix(a.service)} })
-					r.Update(p, plan.Everything())
+					r, _ := reconciling(serviceCIDRs(a), full("dns", protocol, a))
 					liveFlows(a, netlink.Protocol(protocol)).run(t, r)
 				})
 			})
@@ -161,12 +163,8 @@ func TestOtherProtocols(t *testing.T) {
 	nstest.Run(t, func() {
 		nodeAddresses(t)
 		a := byFamily[plan.IPv4]
-		p := plan.New(plan.Node{}, plan.Settings{})
-		p.Set(full("dns", plan.UDP, a))
 		tcp := full("web", plan.TCP, a)
-		p.Set(tcp)
-		r := newReconciler(func(c *Config) { c.ServiceCIDRs = []netip.Prefix{netip.MustParsePrefix(a.service)} })
-		r.Update(p, plan.Everything())
+		r, p := reconciling(serviceCIDRs(a), full("dns", plan.UDP, a), tcp)
 		s := liveFlows(a, protoTCP)
 		s.stay, s.goes = s.all(), nil
 		s.run(t, r)
@@ -186,11 +184,7 @@ func TestScaledToZero(t *testing.T) {
 	nstest.Run(t, func() {
 		nodeAddresses(t)
 		a := byFamily[plan.IPv4]
-		p := plan.New(plan.Node{}, plan.Settings{})
-		sp := withNodePort(service("dns", plan.UDP, a.clusterIP+":53", a.one+":5353"), 30053)
-		p.Set(sp)
-		r := newReconciler(nil)
-		r.Update(p, plan.Everything())
+		r, p := reconciling(nil, withNodePort(service("dns", plan.UDP, a.clusterIP+":53", a.one+":5353"), 30053))
 		flows := fromPort(protoUDP, a.client, []entry{
 			{Dst: a.clusterIP + ":53", From: a.one + ":5353"}, {Dst: a.node + ":30053", From: a.one + ":5353", To: a.masquerade},
 		}, 1000)
@@ -210,11 +204,8 @@ func TestServiceDeleted(t *testing.T) {
 			t.Parallel()
 			nstest.Run(t, func() {
 				nodeAddresses(t)
-				p := plan.New(plan.Node{}, plan.Settings{})
 				sp := full("dns", plan.UDP, a)
-				p.Set(sp)
-				r := newReconciler(nil)
-				r.Update(p, plan.Everything())
+				r, p := reconciling(nil, sp)
 				mustPass(t, r)
 				p.Delete(sp.Key)
 				r.Update(p, plan.Only(plan.Keys{sp.Key: {}}))
@@ -240,9 +231,7 @@ func TestServiceDeleted(t *testing.T) {
 func TestFrontendMoves(t *testing.T) {
 	a := byFamily[plan.IPv4]
 	for range 20 { // the order within a set of keys is random
-		p := plan.New(plan.Node{}, plan.Settings{})
-		r := newReconciler(nil)
-		set(r, p, service("a", plan.UDP, a.clusterIP+":53", a.one+":1"), service("b", plan.UDP, a.lb+":53", a.two+":2"))
+		r, p := reconciling(nil, service("a", plan.UDP, a.clusterIP+":53", a.one+":1"), service("b", plan.UDP, a.lb+":53", a.two+":2"))
 		set(r, p, service("a", plan.UDP, a.lb+":53", a.one+":1"), service("b", plan.UDP, a.clusterIP+":53", a.two+":2"))
 		if len(r.index.gone) != 0 || len(r.index.live) != 2 {
 			t.Fatalf("live %v, gone %v", r.index.live, r.index.gone)
@@ -261,10 +250,7 @@ func TestFrontendMoves(t *testing.T) {
 
 // TestZones: a flow of another conntrack zone is never stale.
 func TestZones(t *testing.T) {
-	p := plan.New(plan.Node{}, plan.Settings{})
-	p.Set(service("dns", plan.UDP, "10.96.0.10:53"))
-	r := newReconciler(nil)
-	r.Update(p, plan.Everything())
+	r, _ := reconciling(nil, service("dns", plan.UDP, "10.96.0.10:53"))
 	client, dst := netip.MustParseAddrPort("10.244.1.9:1"), netip.MustParseAddrPort("10.96.0.10:53")
 	for _, zoned := range []bool{false, true} {
 		fl := conntrack.Flow{Family: plan.IPv4, Protocol: protoUDP, Src: client, Dst: dst, From: dst, To: client, Zoned: zoned}
@@ -282,7 +268,7 @@ func TestStart(t *testing.T) {
 		flow := func(i int) []entry {
 			return fromPort(protoSCTP, a.client, []entry{{Dst: a.unused + ":53", From: a.one + ":5353"}}, i)
 		}
-		r := newReconciler(func(c *Config) { c.ServiceCIDRs = []netip.Prefix{netip.MustParsePrefix(a.service)} })
+		r := newReconciler(serviceCIDRs(a))
 		states{stay: flow(1)}.run(t, r) // nothing is known yet, so nothing is done
 		p := plan.New(plan.Node{}, plan.Settings{})
 		r.Update(p, plan.Everything())
@@ -343,13 +329,10 @@ func TestResetTCP(t *testing.T) {
 	t.Parallel()
 	nstest.Run(t, func() {
 		a := byFamily[plan.IPv4]
-		p := plan.New(plan.Node{}, plan.Settings{})
 		sp := full("web", plan.TCP, a)
-		p.Set(sp)
-		r := newReconciler(func(c *Config) {
+		r, p := reconciling(func(c *Config) {
 			c.ResetTCP = func(sp *plan.ServicePort) bool { return sp.Key.Service.Name == "web" }
-		})
-		r.Update(p, plan.Everything())
+		}, sp)
 		s := states{
 			stay: fromPort(protoTCP, a.client, []entry{
 				{Dst: a.clusterIP + ":53", From: a.one + ":5353"}, {Dst: a.clusterIP + ":53"},
@@ -383,14 +366,12 @@ func TestStrayAnswers(t *testing.T) {
 }
 
 func testStrayAnswers(t *testing.T, a addressesOf, asked bool) {
-	r := newReconciler(func(c *Config) { c.StrayAnswers = asked })
-	p := plan.New(plan.Node{}, plan.Settings{})
+	r, p := reconciling(func(c *Config) { c.StrayAnswers = asked })
 	use := func(endpoints ...string) {
 		set(r, p, service("dns", plan.UDP, a.clusterIP+":53", endpoints...))
 		mustPass(t, r)
 	}
 	one, two := a.one+":5353", a.two+":5353"
-	r.Update(p, plan.Everything())
 	use(one, two)
 	mustPass(t, r)
 	stray := entry{Protocol: protoUDP, Src: one, Dst: a.client + ":4001"}
