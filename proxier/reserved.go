@@ -65,7 +65,7 @@ func (s *State) touchReserved(before, now map[netip.AddrPort]struct{}) {
 	}
 	for _, list := range []map[netip.AddrPort]struct{}{before, now} {
 		for at := range list {
-			touchAll(s.claims[claim{at.Addr(), plan.TCP, at.Port(), plan.FamilyOf(at.Addr())}], s.touchKey)
+			s.touchClaimants(claim{at.Addr(), plan.TCP, at.Port(), plan.FamilyOf(at.Addr())})
 		}
 	}
 }

@@ -232,16 +232,6 @@ func readPorts(svc *v1.Service, f *source.Findings) []v1.ServicePort {
 	return out
 }
 
-// nodePorts returns how many node ports the spec asks for.
-func (s *portSpec) nodePorts() (n int) {
-	for _, f := range s.wants {
-		if f.Kind == plan.NodePort {
-			n++
-		}
-	}
-	return n
-}
-
 // frontends returns the frontends of a port of a Service in one family. The health check node port belongs to the Service as a
 // whole; its first port carries it.
 func frontends(svc *v1.Service, addrs addresses, port v1.ServicePort, family plan.Family, first bool) []plan.Frontend {

@@ -138,8 +138,6 @@ func sortedNames[T any](objects map[types.NamespacedName]T) []types.NamespacedNa
 // touch marks a Service as changed.
 func (s *State) touch(svc plan.Service) { s.dirty[svc] = struct{}{} }
 
-func (s *State) touchKey(k plan.Key) { s.touch(k.Service) }
-
 func (s *State) applyService(name types.NamespacedName, obj *v1.Service) {
 	id := plan.Service{Namespace: name.Namespace, Name: name.Name}
 	svc := s.services[id]
@@ -151,8 +149,7 @@ func (s *State) applyService(name types.NamespacedName, obj *v1.Service) {
 		s.services[id] = svc
 	}
 	for i := range svc.specs {
-		s.claims.remove(&svc.specs[i], s.touchKey)
-		s.nodePorts -= svc.specs[i].nodePorts()
+		s.unclaim(&svc.specs[i])
 	}
 	var found []source.Finding
 	svc.specs, svc.exists, svc.object = nil, obj != nil, Object{}
@@ -161,8 +158,7 @@ func (s *State) applyService(name types.NamespacedName, obj *v1.Service) {
 		svc.specs, found = readService(obj, &s.plan.Settings, s.families)
 	}
 	for i := range svc.specs {
-		s.claims.add(&svc.specs[i], s.touchKey)
-		s.nodePorts += svc.specs[i].nodePorts()
+		s.claim(&svc.specs[i])
 	}
 	s.reportNew("Service "+id.String(), found)
 	s.touch(id)
