@@ -18,7 +18,6 @@ type store struct {
 	resource *resource
 	deliver  func(r *resource, b source.Batch, complete bool)
 	versions map[types.NamespacedName]string
-	whole    bool // objects are not stripped, as they are not kept for long
 	listed   bool // all objects have been delivered once
 	// ahead has objects of the first list that have arrived and were not passed on yet, and size is how many.
 	ahead source.Batch
@@ -118,7 +117,7 @@ func (s *store) Replace(objects []any, _ string) error {
 // Resync implements cache.ReflectorStore. There is nothing to repeat: the receiver of the batches keeps their content.
 func (s *store) Resync() error { return nil }
 
-// take strips an object, as a rule, and puts it into a batch, unless this version has been passed on already, and records its version in
+// take strips an object and puts it into a batch, unless this version has been passed on already, and records its version in
 // versions.
 func (s *store) take(b *source.Batch, obj any, versions map[types.NamespacedName]string) error {
 	name, version, err := identify(obj)
@@ -126,10 +125,7 @@ func (s *store) take(b *source.Batch, obj any, versions map[types.NamespacedName
 		return err
 	}
 	if had, known := s.versions[name]; !known || had != version || version == "" {
-		if !s.whole {
-			obj = strip(obj)
-		}
-		s.resource.put(b, name, obj)
+		s.resource.put(b, name, strip(obj))
 	}
 	versions[name] = version
 	return nil
