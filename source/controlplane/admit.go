@@ -149,26 +149,24 @@ func (c *checker) portNumber(field string, n int32) {
 }
 
 // ip refuses text that is not an address, or one of a special kind, for which there is a reason.
-func (c *checker) ip(field, text string, special func(netip.Addr) bool, reason string) (netip.Addr, bool) {
+func (c *checker) ip(field, text string, linkLocal bool, reason string) (netip.Addr, bool) {
 	ip, ok := source.ParseIP(text)
-	if !ok {
+	if what := source.SpecialAddress(ip); !ok {
 		c.reject(field, "%.60q is not an IP address", text)
-	} else if special(ip) {
-		c.reject(field, "%s is %s, which %s", ip, source.SpecialAddress(ip), reason)
+	} else if what != "" && !(linkLocal && ip.IsLinkLocalUnicast()) {
+		c.reject(field, "%s is %s, which %s", ip, what, reason)
 	}
 	return ip, ok
 }
 
 // endpointIP refuses an address that can't be reached or that would lead back to the node itself.
 func (c *checker) endpointIP(field, text string) (netip.Addr, bool) {
-	special := func(ip netip.Addr) bool { return source.SpecialAddress(ip) != "" }
-	return c.ip(field, text, special, "neither an endpoint nor an external IP may be")
+	return c.ip(field, text, false, "neither an endpoint nor an external IP may be")
 }
 
 // virtualIP refuses an address that is none of a Service. A link-local one may be.
 func (c *checker) virtualIP(field, text string) (netip.Addr, bool) {
-	special := func(ip netip.Addr) bool { return source.SpecialAddress(ip) != "" && !ip.IsLinkLocalUnicast() }
-	return c.ip(field, text, special, "a Service can't have")
+	return c.ip(field, text, true, "a Service can't have")
 }
 
 // first refuses a second field with a value.
