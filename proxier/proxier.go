@@ -204,7 +204,7 @@ func (p *Proxier) Apply(b source.Batch) {
 		p.cfg.Observer.Queued(b, p.synced) // with the lock held, so that Taken can't come between
 	}
 	p.mu.Unlock()
-	p.rouse()
+	signal(p.wake)
 }
 
 // Resync makes the next sync assume nothing about the kernel, and start soon.
@@ -212,7 +212,7 @@ func (p *Proxier) Resync() {
 	p.mu.Lock()
 	p.resync = true
 	p.mu.Unlock()
-	p.rouse()
+	signal(p.wake)
 }
 
 // Reserve sets the addresses of the API server. No Service gets an external IP or a load balancer IP with such an address and port.
@@ -221,7 +221,7 @@ func (p *Proxier) Reserve(list []netip.AddrPort) {
 	p.mu.Lock()
 	p.reserve = &list
 	p.mu.Unlock()
-	p.rouse()
+	signal(p.wake)
 }
 
 // Suspect reports that the kernel's state may differ from what the backend has written, and why. Everything is compared soon: calls
@@ -237,10 +237,7 @@ func (p *Proxier) Suspect(why string) {
 	p.mu.Unlock()
 	if first { // Otherwise a comparison is pending already.
 		p.cfg.Log.Debug("everything will be compared with the kernel", "reason", why)
-		select {
-		case p.doubt <- struct{}{}:
-		default:
-		}
+		signal(p.doubt)
 	}
 }
 
@@ -303,10 +300,10 @@ func (p *Proxier) comparing() time.Duration {
 	return takes
 }
 
-func (p *Proxier) rouse() {
+func signal(c chan<- struct{}) {
 	select {
-	case p.wake <- struct{}{}:
-	default: // It will run anyway.
+	case c <- struct{}{}:
+	default: // It has a signal already.
 	}
 }
 
