@@ -2,11 +2,14 @@ package proxier
 
 import (
 	"context"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"nodeproxy/plan"
 )
 
 // TestCompareBeside: no change waits for a comparison that runs beside syncs; one at a time runs, and a sync of everything follows only where
@@ -61,4 +64,39 @@ func TestCompareBeside(t *testing.T) {
 			t.Error("a comparison goes on after the end")
 		}
 	})
+}
+
+// TestCompareBesidePortions: what a comparison has found while a large change is programmed waits for the portion that is being written, and
+// for no other.
+func TestCompareBesidePortions(t *testing.T) {
+	t.Parallel()
+	for range 8 { // A choice among what is ready would be made at random.
+		synctest.Test(t, func(t *testing.T) {
+			var ended atomic.Bool
+			var after []bool // of each sync that began after the comparison, whether it was one of everything
+			p, stop := start(t, Config{Families: plan.Families[:1], MostAtOnce: 20,
+				Compare: func(context.Context) bool {
+					time.Sleep(500 * time.Millisecond)
+					return !ended.Swap(true)
+				},
+				Backend: backendFunc(func(_ context.Context, _ *plan.Plan, change plan.Change) error {
+					if ended.Load() {
+						after = append(after, change.All())
+					}
+					time.Sleep(time.Second)
+					return nil
+				})})
+			all := services(900, 1, 80)
+			all.Synced = true
+			p.Apply(all)
+			time.Sleep(10 * time.Second)
+			p.Apply(services(0, 100, 80))
+			p.Suspect("a test says so")
+			time.Sleep(20 * time.Second)
+			stop()
+			if !slices.Equal(after, []bool{true}) {
+				t.Errorf("syncs after the comparison, of everything: %v", after)
+			}
+		})
+	}
 }

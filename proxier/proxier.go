@@ -373,10 +373,16 @@ func (p *Proxier) wait(ctx context.Context) bool {
 			}
 			at = time.Time{} // A comparison is under way now.
 		}
-		var due <-chan time.Time
 		if p.more() {
-			due = time.After(0)
-		} else if !at.IsZero() {
+			select {
+			case r := <-p.beside: // What it has found is not to wait for another portion.
+				p.full = p.compared(r)
+			default:
+			}
+			return ctx.Err() == nil
+		}
+		var due <-chan time.Time
+		if !at.IsZero() {
 			due = time.After(time.Until(at))
 		}
 		select {
@@ -389,9 +395,6 @@ func (p *Proxier) wait(ctx context.Context) bool {
 				return ctx.Err() == nil
 			}
 		case <-due:
-			if p.more() {
-				return ctx.Err() == nil
-			}
 		}
 	}
 	return false
