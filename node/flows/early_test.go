@@ -120,6 +120,38 @@ func TestEarlyConnectionWhoseServiceGoes(t *testing.T) {
 	}
 }
 
+// TestOwnAddressBeforeNodePort: where an external IP is an address of the node, and the port the number of a node port, its Service gets
+// the packets, with and without endpoints; so it alone decides about their flows.
+func TestOwnAddressBeforeNodePort(t *testing.T) {
+	t.Parallel()
+	for family, a := range byFamily {
+		t.Run(family.String(), func(t *testing.T) {
+			t.Parallel()
+			nstest.Run(t, func() {
+				nodeAddresses(t)
+				web := webService(a, a.one+":5353")
+				other := func(endpoints ...string) *plan.ServicePort {
+					sp := service("other", plan.TCP, a.node+":30080", endpoints...)
+					sp.Frontends[0].Kind = plan.ExternalIP
+					return sp
+				}
+				r, p := reconciling(func(c *Config) {
+					c.ResetTCP = func(sp *plan.ServicePort) bool { return sp.Key == web.Key }
+				}, web, other(a.two+":80"))
+				open := entry{Dst: a.node + ":30080", From: a.two + ":80", State: tcpEstablished, Replied: true}
+				begun := entry{Dst: a.node + ":30080", State: tcpSynSent}
+				states{
+					stay: fromPort(protoTCP, a.client, []entry{open}, 1000),
+					goes: fromPort(protoTCP, a.client, []entry{begun}, 2000),
+				}.run(t, r)
+				set(r, p, other())
+				r.work.all = true
+				states{stay: fromPort(protoTCP, a.client, []entry{open, begun}, 3000)}.run(t, r)
+			})
+		})
+	}
+}
+
 // TestEarlyScale: 1,000 new Services at once cost one look through 100,000 tracked connections, of which the kernel hands over
 // those only that may have to go.
 func TestEarlyScale(t *testing.T) {
