@@ -2,7 +2,7 @@ package proxier
 
 import (
 	"context"
-	"log/slog"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -21,26 +21,19 @@ func TestCompareBeside(t *testing.T) {
 		r := &recorder{start: time.Now(), takes: time.Millisecond}
 		var running, begun, ended atomic.Int32
 		var again atomic.Bool
-		p := New(Config{NodeName: "me", Families: plan.Families[:], Backend: r, CompareEvery: every, Log: slog.New(slog.DiscardHandler),
-			Compare: func(ctx context.Context) bool {
-				if begun.Add(1); running.Add(1) > 1 {
-					t.Error("two comparisons at once")
-				}
-				defer running.Add(-1)
-				select {
-				case <-time.After(takes):
-				case <-ctx.Done():
-					time.Sleep(time.Second)
-				}
-				ended.Add(1)
-				return again.Load()
-			}})
-		ctx, cancel := context.WithCancel(t.Context())
-		stopped := make(chan struct{})
-		go func() {
-			p.Run(ctx)
-			close(stopped)
-		}()
+		p, stop := start(t, Config{Backend: r, CompareEvery: every, Compare: func(ctx context.Context) bool {
+			if begun.Add(1); running.Add(1) > 1 {
+				t.Error("two comparisons at once")
+			}
+			defer running.Add(-1)
+			select {
+			case <-time.After(takes):
+			case <-ctx.Done():
+				time.Sleep(time.Second)
+			}
+			ended.Add(1)
+			return again.Load()
+		}})
 		expect := func(what string, wantBegun, wantEnded int32, calls int, last string) {
 			t.Helper()
 			synctest.Wait()
@@ -66,10 +59,44 @@ func TestCompareBeside(t *testing.T) {
 		p.Suspect("a test says so")
 		time.Sleep(2 * debounce)
 		expect("the next one", 3, 2, 3, "all of 2")
-		cancel()
-		<-stopped
+		stop()
 		if running.Load() != 0 {
 			t.Error("a comparison goes on after the end")
 		}
 	})
+}
+
+// TestCompareBesidePortions: what a comparison has found while a large change is programmed waits for the portion that is being written, and
+// for no other.
+func TestCompareBesidePortions(t *testing.T) {
+	t.Parallel()
+	for range 8 { // A choice among what is ready would be made at random.
+		synctest.Test(t, func(t *testing.T) {
+			var ended atomic.Bool
+			var after []bool // of each sync that began after the comparison, whether it was one of everything
+			p, stop := start(t, Config{Families: plan.Families[:1], MostAtOnce: 20,
+				Compare: func(context.Context) bool {
+					time.Sleep(500 * time.Millisecond)
+					return !ended.Swap(true)
+				},
+				Backend: backendFunc(func(_ context.Context, _ *plan.Plan, change plan.Change) error {
+					if ended.Load() {
+						after = append(after, change.All())
+					}
+					time.Sleep(time.Second)
+					return nil
+				})})
+			all := services(900, 1, 80)
+			all.Synced = true
+			p.Apply(all)
+			time.Sleep(10 * time.Second)
+			p.Apply(services(0, 100, 80))
+			p.Suspect("a test says so")
+			time.Sleep(20 * time.Second)
+			stop()
+			if !slices.Equal(after, []bool{true}) {
+				t.Errorf("syncs after the comparison, of everything: %v", after)
+			}
+		})
+	}
 }

@@ -38,38 +38,43 @@ type claims map[claim][]claimant // in order, the owner first; no entry is empty
 // owner returns the owner of c.
 func (cs claims) owner(c claim) plan.Key { return *cs[c][0].key }
 
-// add adds a ServicePort's claims, and remove removes them. If that changes an owner, they call touched with every other
-// ServicePort that claims the same: it wins, loses, or is shadowed by a different one now.
-func (cs claims) add(spec *portSpec, touched func(plan.Key)) {
+// claim enters the claims of a ServicePort, and unclaim removes them. If that changes an owner, the Service of every other ServicePort
+// that claims the same is touched: it wins, loses, or is shadowed by a different one now.
+func (s *State) claim(spec *portSpec) {
 	for _, f := range spec.wants {
 		c, who := claimOf(f, spec.key.Family), claimant{f.Kind, &spec.key}
-		i, _ := slices.BinarySearchFunc(cs[c], who, claimant.compare)
+		i, _ := slices.BinarySearchFunc(s.claims[c], who, claimant.compare)
 		if i == 0 {
-			touchAll(cs[c], touched)
+			s.touchClaimants(c)
 		}
-		cs[c] = slices.Insert(cs[c], i, who)
+		s.claims[c] = slices.Insert(s.claims[c], i, who)
+		if f.Kind == plan.NodePort {
+			s.nodePorts++
+		}
 	}
 }
 
-func (cs claims) remove(spec *portSpec, touched func(plan.Key)) {
+func (s *State) unclaim(spec *portSpec) {
 	for _, f := range spec.wants {
 		c, who := claimOf(f, spec.key.Family), claimant{f.Kind, &spec.key}
-		i, found := slices.BinarySearchFunc(cs[c], who, claimant.compare)
+		i, found := slices.BinarySearchFunc(s.claims[c], who, claimant.compare)
 		if !found {
 			continue
 		}
-		list := slices.Delete(cs[c], i, i+1)
-		if i == 0 {
-			touchAll(list, touched)
+		if s.claims[c] = slices.Delete(s.claims[c], i, i+1); i == 0 {
+			s.touchClaimants(c)
 		}
-		if cs[c] = list; len(list) == 0 {
-			delete(cs, c)
+		if len(s.claims[c]) == 0 {
+			delete(s.claims, c)
+		}
+		if f.Kind == plan.NodePort {
+			s.nodePorts--
 		}
 	}
 }
 
-func touchAll(list []claimant, touched func(plan.Key)) {
-	for _, c := range list {
-		touched(*c.key)
+func (s *State) touchClaimants(c claim) {
+	for _, who := range s.claims[c] {
+		s.touch(who.key.Service)
 	}
 }

@@ -8,7 +8,6 @@ import (
 	"testing"
 
 	v1 "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/types"
 
 	"nodeproxy/plan"
 	"nodeproxy/source"
@@ -96,7 +95,7 @@ func TestOwners(t *testing.T) {
 			forward, backward := newTestState(nil), newTestState(nil)
 			for i := range tc.services {
 				for s, svc := range map[*State]*v1.Service{forward: tc.services[i], backward: tc.services[len(tc.services)-1-i]} {
-					s.Apply(source.Batch{Services: map[types.NamespacedName]*v1.Service{{Namespace: "ns", Name: svc.Name}: svc}})
+					s.Apply(ofService(svc))
 					s.Update()
 				}
 			}
@@ -113,8 +112,8 @@ func TestOwners(t *testing.T) {
 func TestTakeover(t *testing.T) {
 	t.Parallel()
 	s := newTestState(nil)
-	set := func(name string, svc *v1.Service) string {
-		s.Apply(source.Batch{Services: map[types.NamespacedName]*v1.Service{{Namespace: "ns", Name: name}: svc}})
+	set := func(b source.Batch) string {
+		s.Apply(b)
 		_, change := s.Update()
 		var names []string
 		for _, k := range slices.SortedFunc(maps.Keys(change.Keys()), plan.Key.Compare) {
@@ -122,26 +121,27 @@ func TestTakeover(t *testing.T) {
 		}
 		return fmt.Sprint(names)
 	}
-	claiming := func(name, clusterIP string) *v1.Service { return named(name, clusterIP, externalIPs("192.0.2.1")) }
-	set("bystander", named("bystander", "10.96.0.99"))
+	claiming := func(name, clusterIP string) source.Batch {
+		return ofService(named(name, clusterIP, externalIPs("192.0.2.1")))
+	}
+	set(ofService(named("bystander", "10.96.0.99")))
 	for _, step := range []struct {
 		what    string
-		set     string
-		svc     *v1.Service
+		set     source.Batch
 		changed string
 		owned   []string
 	}{
-		{"first", "b", claiming("b", "10.96.0.2"), "[b]", nil},
-		{"a worse claim", "c", claiming("c", "10.96.0.3"), "[c]", []string{"ns/b, not ns/c"}},
-		{"a better claim", "a", claiming("a", "10.96.0.1"), "[a b c]", []string{"ns/a, not ns/b ns/c"}},
-		{"the one in the middle goes", "b", nil, "[b]", []string{"ns/a, not ns/c"}},
-		{"and comes back", "b", claiming("b", "10.96.0.2"), "[b]", []string{"ns/a, not ns/b ns/c"}},
-		{"the same again", "a", claiming("a", "10.96.0.1"), "[]", []string{"ns/a, not ns/b ns/c"}},
-		{"the owner wants it no more", "a", named("a", "10.96.0.1"), "[a b c]", []string{"ns/b, not ns/c"}},
-		{"the owner goes", "b", nil, "[b c]", nil},
-		{"the last one goes", "c", nil, "[c]", nil},
+		{"first", claiming("b", "10.96.0.2"), "[b]", nil},
+		{"a worse claim", claiming("c", "10.96.0.3"), "[c]", []string{"ns/b, not ns/c"}},
+		{"a better claim", claiming("a", "10.96.0.1"), "[a b c]", []string{"ns/a, not ns/b ns/c"}},
+		{"the one in the middle goes", noService("b"), "[b]", []string{"ns/a, not ns/c"}},
+		{"and comes back", claiming("b", "10.96.0.2"), "[b]", []string{"ns/a, not ns/b ns/c"}},
+		{"the same again", claiming("a", "10.96.0.1"), "[]", []string{"ns/a, not ns/b ns/c"}},
+		{"the owner wants it no more", ofService(named("a", "10.96.0.1")), "[a b c]", []string{"ns/b, not ns/c"}},
+		{"the owner goes", noService("b"), "[b c]", nil},
+		{"the last one goes", noService("c"), "[c]", nil},
 	} {
-		changed := set(step.set, step.svc)
+		changed := set(step.set)
 		var owned []string
 		for _, o := range step.owned {
 			owned = append(owned, "external IP 192.0.2.1:80/TCP: "+o)

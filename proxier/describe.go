@@ -31,25 +31,14 @@ type Description struct {
 	PodCIDRs bool
 	// Exists is true if there is a Service object. EndpointSlices may exist without one.
 	Exists bool
-	// Type is spec.type, Selector is spec.selector, and Ports are spec.ports.
-	Type     string
+	Object
+	// Selector is spec.selector.
 	Selector map[string]string
-	Ports    []Port
-	// Headless is true for a Service without a cluster IP. ExternalName is the name that a Service is an alias for, and Alias the Service that has
-	// this name, if it has the form of one in the usual cluster domain, and AliasKnown says whether that one is known. AliasShort is true for a name
-	// that lacks the cluster domain: within the cluster, search lists complete it, but not where DNS answers with it.
-	Headless               bool
-	ExternalName           string
+	// Alias is the Service that has the ExternalName, if that has the form of one in the usual cluster domain, and AliasKnown says whether it is
+	// known. AliasShort is true for a name that lacks the cluster domain: within the cluster, search lists complete it, but not where DNS
+	// answers with it.
 	Alias                  plan.Service
 	AliasKnown, AliasShort bool
-	// PublishNotReady is spec.publishNotReadyAddresses.
-	PublishNotReady bool
-	// Ingress is the number of entries of status.loadBalancer.ingress.
-	Ingress int
-	// LeftToBalancer are the addresses among these that nodes do not take (ipMode Proxy).
-	LeftToBalancer []string
-	// ProxyProtocol is the annotation by which the load balancer is to put a PROXY header before what it passes on; empty if there is none.
-	ProxyProtocol string
 	// Slices are the EndpointSlices that a proxy can use, in order of name.
 	Slices []Slice
 	// ServicePorts are the desired state, in order of key; none if the Service is not proxied.
@@ -132,35 +121,42 @@ func (d *Description) Endpoints(k plan.Key) []topology.Endpoint {
 	return topology.Merge(out)
 }
 
-// object is what a Service's object says that is only described.
-type object struct {
-	kind              string
-	selector          []label
-	ports             []Port
-	headless, publish bool
-	alias             string
-	ingress           int
-	left              []string
-	proxyProtocol     string
+// Object is what a Service's object says that is only described.
+type Object struct {
+	// Type is spec.type, and Ports are spec.ports.
+	Type  string
+	Ports []Port
+	// Headless is true for a Service without a cluster IP. ExternalName is the name that a Service is an alias for.
+	Headless     bool
+	ExternalName string
+	// PublishNotReady is spec.publishNotReadyAddresses.
+	PublishNotReady bool
+	// Ingress is the number of entries of status.loadBalancer.ingress.
+	Ingress int
+	// LeftToBalancer are the addresses among these that nodes do not take (ipMode Proxy).
+	LeftToBalancer []string
+	// ProxyProtocol is the annotation by which the load balancer is to put a PROXY header before what it passes on; empty if there is none.
+	ProxyProtocol string
+	selector      []label
 }
 
 // label is a part of a selector. A map takes 350 bytes however few there are, and most Services have one or two.
 type label struct{ key, value string }
 
-func readObject(svc *v1.Service) object {
-	out := object{kind: string(svc.Spec.Type), ingress: len(svc.Status.LoadBalancer.Ingress), publish: svc.Spec.PublishNotReadyAddresses,
-		proxyProtocol: source.ProxyProtocol(svc.Annotations)}
+func readObject(svc *v1.Service) Object {
+	out := Object{Type: string(svc.Spec.Type), Ingress: len(svc.Status.LoadBalancer.Ingress), PublishNotReady: svc.Spec.PublishNotReadyAddresses,
+		ProxyProtocol: source.ProxyProtocol(svc.Annotations)}
 	for key, value := range svc.Spec.Selector {
 		out.selector = append(out.selector, label{key, value})
 	}
 	if svc.Spec.Type == v1.ServiceTypeExternalName {
-		out.alias = strings.TrimSuffix(svc.Spec.ExternalName, ".")
+		out.ExternalName = strings.TrimSuffix(svc.Spec.ExternalName, ".")
 	} else {
-		out.headless = svc.Spec.ClusterIP == v1.ClusterIPNone
+		out.Headless = svc.Spec.ClusterIP == v1.ClusterIPNone
 	}
 	for _, in := range svc.Status.LoadBalancer.Ingress {
 		if in.IP != "" && in.IPMode != nil && *in.IPMode == v1.LoadBalancerIPModeProxy {
-			out.left = append(out.left, in.IP)
+			out.LeftToBalancer = append(out.LeftToBalancer, in.IP)
 		}
 	}
 	for _, p := range svc.Spec.Ports {
@@ -168,7 +164,7 @@ func readObject(svc *v1.Service) object {
 		if port.Target == "0" || port.Target == "" { // The API server fills it in; a file may not have it.
 			port.Target = strconv.Itoa(int(p.Port))
 		}
-		out.ports = append(out.ports, port)
+		out.Ports = append(out.Ports, port)
 	}
 	return out
 }
@@ -180,9 +176,8 @@ func (s *State) Describe(id plan.Service) (*Description, bool) {
 		return nil, false
 	}
 	d := &Description{
-		Service: id, NodeKnown: s.nodeKnown, Excluded: s.excluded, Leaving: s.leaving, NodesDown: map[string]string{}, PodCIDRs: s.podCIDRs, Exists: svc.exists, Type: svc.object.kind, Ports: svc.object.ports,
-		Ingress: svc.object.ingress, LeftToBalancer: svc.object.left, Frontends: map[netip.AddrPort]Owned{}, ProxyProtocol: svc.object.proxyProtocol,
-		Headless: svc.object.headless, ExternalName: svc.object.alias, PublishNotReady: svc.object.publish,
+		Service: id, NodeKnown: s.nodeKnown, Excluded: s.excluded, Leaving: s.leaving, NodesDown: map[string]string{},
+		PodCIDRs: s.podCIDRs, Exists: svc.exists, Object: svc.object, Frontends: map[netip.AddrPort]Owned{},
 		Findings: slices.Clone(s.reported["Service "+id.String()]),
 	}
 	for _, l := range svc.object.selector {

@@ -143,7 +143,7 @@ func drawService(t *rapid.T, name types.NamespacedName) *v1.Service {
 	s.ClusterIP = s.ClusterIPs[0]
 	s.ExternalIPs = some("external", "1.1.1.1", "10.96.0.1", "127.0.0.1", "fd00::2")
 	s.ExternalTrafficPolicy = rapid.SampledFrom([]v1.ServiceExternalTrafficPolicy{"Cluster", "Local"}).Draw(t, "eTP")
-	s.InternalTrafficPolicy = ptr(rapid.SampledFrom([]v1.ServiceInternalTrafficPolicy{"Cluster", "Local"}).Draw(t, "iTP"))
+	s.InternalTrafficPolicy = new(rapid.SampledFrom([]v1.ServiceInternalTrafficPolicy{"Cluster", "Local"}).Draw(t, "iTP"))
 	s.HealthCheckNodePort = rapid.SampledFrom([]int32{0, 30000, 30001}).Draw(t, "health check")
 	s.LoadBalancerSourceRanges = some("ranges", "10.0.0.0/8", "0.0.0.0/0", " 1.0.0.0/8 ", "x")
 	for _, ip := range some("vip", "1.1.1.1", "2.2.2.2") {
@@ -175,14 +175,14 @@ func drawSlice(t *rapid.T, name types.NamespacedName) *discovery.EndpointSlice {
 	}).Draw(t, "weights")
 	s.AddressType = rapid.SampledFrom([]discovery.AddressType{"IPv4", "IPv4", "IPv6", "FQDN"}).Draw(t, "type")
 	for _, p := range []string{"x", "y"} {
-		s.Ports = append(s.Ports, discovery.EndpointPort{Name: ptr(p), Port: ptr[int32](8080)})
+		s.Ports = append(s.Ports, discovery.EndpointPort{Name: new(p), Port: new(int32(8080))})
 	}
 	ips := rapid.SampledFrom([]string{"10.0.0.1", "10.0.0.2", "fd01::1", "169.254.0.1"})
 	for _, ip := range rapid.SliceOfN(ips, 0, 3).Draw(t, "ips") {
 		e := discovery.Endpoint{Addresses: []string{ip}}
-		e.Conditions.Ready = rapid.SampledFrom([]*bool{nil, ptr(true), ptr(false)}).Draw(t, "ready")
-		e.Conditions.Terminating = rapid.SampledFrom([]*bool{nil, ptr(true)}).Draw(t, "terminating")
-		e.NodeName = rapid.SampledFrom([]*string{nil, ptr("me"), ptr("other")}).Draw(t, "node")
+		e.Conditions.Ready = rapid.SampledFrom([]*bool{nil, new(true), new(false)}).Draw(t, "ready")
+		e.Conditions.Terminating = rapid.SampledFrom([]*bool{nil, new(true)}).Draw(t, "terminating")
+		e.NodeName = rapid.SampledFrom([]*string{nil, new("me"), new("other")}).Draw(t, "node")
 		if rapid.Bool().Draw(t, "hinted") {
 			e.Hints = &discovery.EndpointHints{ForZones: []discovery.ForZone{{
 				Name: rapid.SampledFrom([]string{"a", "b"}).Draw(t, "hint")}}}

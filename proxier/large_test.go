@@ -11,7 +11,6 @@ import (
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"pgregory.net/rapid"
 
 	"nodeproxy/plan"
@@ -81,7 +80,7 @@ func largeSlice(service string, ports int, address string) *discovery.EndpointSl
 		Labels: map[string]string{discovery.LabelServiceName: service}}, AddressType: discovery.AddressTypeIPv4,
 		Endpoints: []discovery.Endpoint{{Addresses: []string{address}}}}
 	for i := range ports {
-		es.Ports = append(es.Ports, discovery.EndpointPort{Name: ptr(fmt.Sprint("p", i)), Port: ptr(int32(i + 1))})
+		es.Ports = append(es.Ports, discovery.EndpointPort{Name: new(fmt.Sprint("p", i)), Port: new(int32(i + 1))})
 	}
 	return es
 }
@@ -114,17 +113,13 @@ func BenchmarkLargeService(b *testing.B) {
 					s.Update()
 					took[step] += processorTime(b) - begin
 				}
-				slice := func(name, address string) map[types.NamespacedName]*discovery.EndpointSlice {
-					return map[types.NamespacedName]*discovery.EndpointSlice{{Namespace: "ns", Name: name}: largeSlice(name, size.ports, address)}
-				}
 				apply(0, func(name string) source.Batch {
-					return source.Batch{Services: map[types.NamespacedName]*v1.Service{
-						{Namespace: "ns", Name: name}: largeService(name, size.ips, size.ports)}, EndpointSlices: slice(name, "10.0.0.1")}
+					b := ofService(largeService(name, size.ips, size.ports))
+					b.Merge(ofSlice(largeSlice(name, size.ports, "10.0.0.1")))
+					return b
 				})
-				apply(1, func(name string) source.Batch { return source.Batch{EndpointSlices: slice(name, "10.0.0.2")} })
-				apply(2, func(name string) source.Batch {
-					return source.Batch{Services: map[types.NamespacedName]*v1.Service{{Namespace: "ns", Name: name}: nil}}
-				})
+				apply(1, func(name string) source.Batch { return ofSlice(largeSlice(name, size.ports, "10.0.0.2")) })
+				apply(2, noService)
 			}
 			frontends := float64(b.N * size.services * (size.ips + 1) * size.ports)
 			for i, name := range []string{"first", "flap", "removal"} {

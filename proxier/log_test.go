@@ -1,7 +1,6 @@
 package proxier
 
 import (
-	"context"
 	"errors"
 	"log/slog"
 	"strings"
@@ -35,13 +34,7 @@ func TestLog(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		log, r := &lines{}, &recorder{start: time.Now(), takes: 100 * time.Millisecond}
-		p := New(Config{NodeName: "me", Families: plan.Families[:], Backend: r, CompareEvery: time.Hour, Log: log.at(slog.LevelInfo)})
-		ctx, cancel := context.WithCancel(t.Context())
-		ended := make(chan struct{})
-		go func() {
-			p.Run(ctx)
-			close(ended)
-		}()
+		p, stop := start(t, Config{Backend: r, CompareEvery: time.Hour, Log: log.at(slog.LevelInfo)})
 		expect := func(what string, want ...string) {
 			t.Helper()
 			synctest.Wait()
@@ -83,8 +76,7 @@ func TestLog(t *testing.T) {
 		time.Sleep(150 * time.Millisecond)
 		p.Apply(batch("g", 82, false))
 		time.Sleep(150 * time.Millisecond)
-		cancel()
-		<-ended
+		stop()
 		expect("the end sums up", `level=INFO msg="in sync: ns/f, ns/g (new); it took 100ms, and was made because objects have changed" took=100ms changed=2 service-ports=7`,
 			`level=INFO msg="more syncs within a second changed ns/g, endpoints +0/-0" syncs=1 services=1`)
 	})

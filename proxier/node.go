@@ -89,21 +89,21 @@ func (s *State) NodeEligible() bool { return !s.leaving }
 // reportNode reports what is wrong with this node's object, and which settings have no effect for what it lacks. Manifests without any Node
 // are as they should be where nothing needs one.
 func (s *State) reportNode() {
-	f := &findings{object: "Node " + s.plan.Node.Name, list: slices.Clone(s.nodeFindings)}
+	f := &source.Findings{Object: "Node " + s.plan.Node.Name, List: slices.Clone(s.nodeFindings)}
 	nodePorts, pods := s.nodePorts > 0 && s.nodePortsNowhere(), s.synced && s.podCIDRsMissing() // Until then, the source may wait for them.
 	switch {
 	case s.nodeKnown:
 		if s.nodeGone {
-			f.problem("", "its last addresses, pod CIDRs and zone stay in force until the next start, and are not known from then on; "+
+			f.Problem("", "its last addresses, pod CIDRs and zone stay in force until the next start, and are not known from then on; "+
 				"create the Node, or give its name with --hostname-override", "the Node is deleted")
 		}
 		if nodePorts {
-			f.problem("status.addresses", "node ports answer at no address, as nodePortAddresses limits them to the primary ones; "+
+			f.Problem("status.addresses", "node ports answer at no address, as nodePortAddresses limits them to the primary ones; "+
 				"see that the kubelet or the cloud controller manager sets an InternalIP, or set nodePortAddresses otherwise",
 				"there is no InternalIP or ExternalIP")
 		}
 		if pods {
-			f.problem("spec.podCIDRs", podsNotTold+"; have the controller manager allot pod CIDRs (--allocate-node-cidrs), or set detectLocalMode "+
+			f.Problem("spec.podCIDRs", podsNotTold+"; have the controller manager allot pod CIDRs (--allocate-node-cidrs), or set detectLocalMode "+
 				"otherwise", "there are none, and detectLocalMode is NodeCIDR")
 		}
 	case s.nodeMissing, s.synced && (nodePorts || pods || len(s.otherNodes) > 0):
@@ -114,10 +114,10 @@ func (s *State) reportNode() {
 		if pods {
 			effect += "; detectLocalMode is NodeCIDR, and " + podsNotTold
 		}
-		f.problem("", effect+"; if the Node has another name, endpoints on it count as being elsewhere, and traffic with policy Local is dropped; "+
+		f.Problem("", effect+"; if the Node has another name, endpoints on it count as being elsewhere, and traffic with policy Local is dropped; "+
 			"create the Node, or give its name with --hostname-override", "no Node of this name is known")
 	}
-	s.reportNew(f.object, f.list)
+	s.reportNew(f.Object, f.List)
 }
 
 // podsNotTold is what follows from detectLocalMode NodeCIDR without pod CIDRs.
@@ -140,7 +140,7 @@ func (s *State) podCIDRsMissing() bool {
 // readNode reads from a Node what the plan needs. The primary address of each family is the first InternalIP or, without one, the
 // first ExternalIP.
 func readNode(node *v1.Node) (plan.Node, []netip.Prefix, []source.Finding) {
-	f := &findings{object: "Node " + node.Name}
+	f := &source.Findings{Object: "Node " + node.Name}
 	out := plan.Node{Name: node.Name, Zone: node.Labels[v1.LabelTopologyZone]}
 	for _, kind := range []v1.NodeAddressType{v1.NodeInternalIP, v1.NodeExternalIP} {
 		for i, a := range node.Status.Addresses {
@@ -149,7 +149,7 @@ func readNode(node *v1.Node) (plan.Node, []netip.Prefix, []source.Finding) {
 			}
 			ip, ok := source.ParseIP(a.Address)
 			if !ok {
-				f.problem(fmt.Sprintf("status.addresses[%d].address", i), "ignored", "%.80q is not an IP address", a.Address)
+				f.Problem(fmt.Sprintf("status.addresses[%d].address", i), "ignored", "%.80q is not an IP address", a.Address)
 				continue
 			}
 			if !out.IP(plan.FamilyOf(ip)).IsValid() {
@@ -165,10 +165,10 @@ func readNode(node *v1.Node) (plan.Node, []netip.Prefix, []source.Finding) {
 	for i, text := range podCIDRs {
 		cidr, ok := parseCIDR(text)
 		if !ok {
-			f.problem(fmt.Sprintf("spec.podCIDRs[%d]", i), "ignored", "%.80q is not a CIDR", text)
+			f.Problem(fmt.Sprintf("spec.podCIDRs[%d]", i), "ignored", "%.80q is not a CIDR", text)
 			continue
 		}
 		cidrs = append(cidrs, cidr)
 	}
-	return out, cidrs, f.list
+	return out, cidrs, f.List
 }

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"slices"
 	"sync"
 	"testing"
@@ -14,38 +13,27 @@ import (
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
 
 	"nodeproxy/plan"
 	"nodeproxy/source"
 )
 
 // services is a batch of n Services from the first-th on.
-func services(first, n int, port int32) source.Batch {
-	b := source.Batch{Services: map[types.NamespacedName]*v1.Service{}}
+func services(first, n int, port int32) (b source.Batch) {
 	for i := first; i < first+n; i++ {
-		name := types.NamespacedName{Namespace: "ns", Name: fmt.Sprintf("s%03d", i)}
-		b.Services[name] = &v1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: name.Namespace, Name: name.Name},
-			Spec: v1.ServiceSpec{ClusterIP: fmt.Sprintf("10.96.%d.%d", i/250, 1+i%250), Ports: []v1.ServicePort{{Port: port}}}}
+		b.Merge(ofService(named(fmt.Sprintf("s%03d", i), fmt.Sprintf("10.96.%d.%d", i/250, 1+i%250), ports(v1.ServicePort{Port: port}))))
 	}
 	return b
 }
 
 // runPortions runs a Proxier with portions of 20 chains over a backend that takes a second for each, after a Service of its own.
 func runPortions(t *testing.T, observer Observer, backend backendFunc) (p *Proxier, stop func()) {
-	p = New(Config{NodeName: "me", Families: plan.Families[:1], Backend: backend, MostAtOnce: 20, Observer: observer,
-		Log: slog.New(slog.DiscardHandler)})
-	ctx, cancel := context.WithCancel(t.Context())
-	ended := make(chan struct{})
-	go func() {
-		p.Run(ctx)
-		close(ended)
-	}()
+	p, stop = start(t, Config{Families: plan.Families[:1], Backend: backend, MostAtOnce: 20, Observer: observer})
 	first := services(900, 1, 80)
 	first.Synced = true
 	p.Apply(first)
 	time.Sleep(10 * time.Second) // simulated time
-	return p, func() { cancel(); <-ended }
+	return p, stop
 }
 
 // TestSmallChangeGoesBetween: a change that arrives while a large one is programmed waits for one portion of it, not for all.
@@ -146,7 +134,7 @@ func TestPortionsAreObserved(t *testing.T) {
 			Namespace: "ns", Name: "s049-1", Labels: map[string]string{discovery.LabelServiceName: "s049"},
 			Annotations: map[string]string{v1.EndpointsLastChangeTriggerTime: begin.Format(time.RFC3339Nano)},
 		}}
-		b.EndpointSlices = map[types.NamespacedName]*discovery.EndpointSlice{{Namespace: "ns", Name: slice.Name}: slice}
+		b.Merge(ofSlice(slice))
 		p.Apply(b)
 		time.Sleep(20 * time.Second)
 		stop()

@@ -204,7 +204,7 @@ func (p *Proxier) Apply(b source.Batch) {
 		p.cfg.Observer.Queued(b, p.synced) // with the lock held, so that Taken can't come between
 	}
 	p.mu.Unlock()
-	p.rouse()
+	signal(p.wake)
 }
 
 // Resync makes the next sync assume nothing about the kernel, and start soon.
@@ -212,7 +212,7 @@ func (p *Proxier) Resync() {
 	p.mu.Lock()
 	p.resync = true
 	p.mu.Unlock()
-	p.rouse()
+	signal(p.wake)
 }
 
 // Reserve sets the addresses of the API server. No Service gets an external IP or a load balancer IP with such an address and port.
@@ -221,7 +221,7 @@ func (p *Proxier) Reserve(list []netip.AddrPort) {
 	p.mu.Lock()
 	p.reserve = &list
 	p.mu.Unlock()
-	p.rouse()
+	signal(p.wake)
 }
 
 // Suspect reports that the kernel's state may differ from what the backend has written, and why. Everything is compared soon: calls
@@ -237,10 +237,7 @@ func (p *Proxier) Suspect(why string) {
 	p.mu.Unlock()
 	if first { // Otherwise a comparison is pending already.
 		p.cfg.Log.Debug("everything will be compared with the kernel", "reason", why)
-		select {
-		case p.doubt <- struct{}{}:
-		default:
-		}
+		signal(p.doubt)
 	}
 }
 
@@ -303,10 +300,10 @@ func (p *Proxier) comparing() time.Duration {
 	return takes
 }
 
-func (p *Proxier) rouse() {
+func signal(c chan<- struct{}) {
 	select {
-	case p.wake <- struct{}{}:
-	default: // It will run anyway.
+	case c <- struct{}{}:
+	default: // It has a signal already.
 	}
 }
 
@@ -367,22 +364,26 @@ func (p *Proxier) wait(ctx context.Context) bool {
 		p.waitToRetry(ctx)
 		return ctx.Err() == nil // select picks any ready case
 	}
-	if p.more() {
-		// Another program may have changed something while a large change is being written.
-		at := p.compareAt()
-		p.full = !at.IsZero() && !time.Now().Before(at) && p.compare(ctx)
-		select {
-		case r := <-p.beside:
-			p.full = p.compared(r)
-		default:
-		}
-		return ctx.Err() == nil
-	}
 	for ctx.Err() == nil {
-		var compare <-chan time.Time
-		at := p.compareAt()
+		at := p.compareAt() // Another program may have changed something, also while a large change is being written.
+		if !at.IsZero() && !time.Now().Before(at) {
+			if p.compare(ctx) {
+				p.full = true
+				return true
+			}
+			at = time.Time{} // A comparison is under way now.
+		}
+		if p.more() {
+			select {
+			case r := <-p.beside: // What it has found is not to wait for another portion.
+				p.full = p.compared(r)
+			default:
+			}
+			return ctx.Err() == nil
+		}
+		var due <-chan time.Time
 		if !at.IsZero() {
-			compare = time.After(time.Until(at))
+			due = time.After(time.Until(at))
 		}
 		select {
 		case <-ctx.Done():
@@ -393,11 +394,7 @@ func (p *Proxier) wait(ctx context.Context) bool {
 			if p.full = p.compared(r); p.full {
 				return ctx.Err() == nil
 			}
-		case <-compare:
-			// If not, there was another suspicion meanwhile.
-			if p.full = !time.Now().Before(p.compareAt()) && p.compare(ctx); p.full {
-				return ctx.Err() == nil
-			}
+		case <-due:
 		}
 	}
 	return false

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	v1 "k8s.io/api/core/v1"
+	discovery "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
@@ -49,32 +50,63 @@ func (r *recorder) Sync(ctx context.Context, p *plan.Plan, change plan.Change) e
 	return nil
 }
 
-// run starts a Proxier over r, lets a test do what it does, and returns the calls.
-func run(t *testing.T, r *recorder, minSyncPeriod time.Duration, do func(p *Proxier)) []string {
+// start runs a Proxier until stop is called.
+func start(t *testing.T, cfg Config) (p *Proxier, stop func()) {
+	cfg.NodeName = "me"
+	if cfg.Families == nil {
+		cfg.Families = plan.Families[:]
+	}
+	if cfg.Log == nil {
+		cfg.Log = slog.New(slog.DiscardHandler)
+	}
+	p = New(cfg)
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan struct{})
+	go func() {
+		p.Run(ctx)
+		close(ended)
+	}()
+	return p, func() { cancel(); <-ended }
+}
+
+// runWith starts a Proxier over r, lets a test do what it does, and returns the calls.
+func runWith(t *testing.T, r *recorder, cfg Config, do func(p *Proxier)) []string {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
-		r.start = time.Now()
-		p := New(Config{NodeName: "me", Families: plan.Families[:], Backend: r, MinSyncPeriod: minSyncPeriod,
-			Unfinished: func() bool { return r.unfinished > 0 }, Log: slog.New(slog.DiscardHandler)})
-		ctx, cancel := context.WithCancel(t.Context())
-		ended := make(chan struct{})
-		go func() {
-			p.Run(ctx)
-			close(ended)
-		}()
+		r.start, cfg.Backend, cfg.Unfinished = time.Now(), r, func() bool { return r.unfinished > 0 }
+		p, stop := start(t, cfg)
 		do(p)
 		synctest.Wait()
-		cancel()
-		<-ended
+		stop()
 	})
 	return r.calls
 }
 
+func run(t *testing.T, r *recorder, minSyncPeriod time.Duration, do func(p *Proxier)) []string {
+	t.Helper()
+	return runWith(t, r, Config{MinSyncPeriod: minSyncPeriod}, do)
+}
+
+// ofService is a batch with a Service.
+func ofService(svc *v1.Service) source.Batch {
+	return source.Batch{Services: map[types.NamespacedName]*v1.Service{{Namespace: svc.Namespace, Name: svc.Name}: svc}}
+}
+
+// noService is a batch by which ns/NAME goes.
+func noService(name string) source.Batch {
+	return source.Batch{Services: map[types.NamespacedName]*v1.Service{{Namespace: "ns", Name: name}: nil}}
+}
+
+// ofSlice is a batch with an EndpointSlice.
+func ofSlice(es *discovery.EndpointSlice) source.Batch {
+	return source.Batch{EndpointSlices: map[types.NamespacedName]*discovery.EndpointSlice{{Namespace: es.Namespace, Name: es.Name}: es}}
+}
+
 // batch sets a Service to a port.
 func batch(name string, port int32, synced bool) source.Batch {
-	svc := &v1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "ns", Name: name}, Spec: v1.ServiceSpec{
-		ClusterIP: fmt.Sprintf("10.96.0.%d", name[0]), Ports: []v1.ServicePort{{Port: port}}}}
-	return source.Batch{Services: map[types.NamespacedName]*v1.Service{{Namespace: "ns", Name: name}: svc}, Synced: synced}
+	b := ofService(named(name, fmt.Sprintf("10.96.0.%d", name[0]), ports(v1.ServicePort{Port: port})))
+	b.Synced = synced
+	return b
 }
 
 func expect(t *testing.T, got []string, want ...string) {
@@ -285,20 +317,12 @@ func TestCancel(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			var took time.Duration
 			synctest.Test(t, func(t *testing.T) {
-				p := New(Config{NodeName: "me", Families: plan.Families[:], Backend: tc.backend, MinSyncPeriod: time.Minute,
-					Log: slog.New(slog.DiscardHandler)})
-				ctx, cancel := context.WithCancel(t.Context())
-				ended := make(chan struct{})
-				go func() {
-					p.Run(ctx)
-					close(ended)
-				}()
+				p, stop := start(t, Config{Backend: tc.backend, MinSyncPeriod: time.Minute})
 				tc.do(p)
 				synctest.Wait()
-				start := time.Now()
-				cancel()
-				<-ended
-				took = time.Since(start)
+				begin := time.Now()
+				stop()
+				took = time.Since(begin)
 				p.Apply(batch("a", 82, false)) // must not block either
 			})
 			if took != 0 || len(tc.backend.calls) != tc.calls {
@@ -310,14 +334,8 @@ func TestCancel(t *testing.T) {
 
 // TestPodCIDRsMissing: in mode NodeCIDR, rules are made anew when the Node gets pod CIDRs.
 func TestPodCIDRsMissing(t *testing.T) {
-	r := &recorder{}
-	synctest.Test(t, func(t *testing.T) {
-		r.start = time.Now()
-		p := New(Config{NodeName: "me", Families: plan.Families[:], Backend: r, Log: slog.New(slog.DiscardHandler),
-			Settings: plan.Settings{DetectLocal: plan.DetectLocal{Mode: plan.DetectNodeCIDR}}})
-		ctx, cancel := context.WithCancel(t.Context())
-		defer cancel()
-		go p.Run(ctx)
+	nodeCIDR := plan.Settings{DetectLocal: plan.DetectLocal{Mode: plan.DetectNodeCIDR}}
+	calls := runWith(t, &recorder{}, Config{Settings: nodeCIDR}, func(p *Proxier) {
 		p.Apply(batch("a", 80, true))
 		time.Sleep(time.Second)
 		node := &v1.Node{ObjectMeta: metav1.ObjectMeta{Name: "me"}, Spec: v1.NodeSpec{PodCIDRs: []string{"10.244.1.0/24"}}}
@@ -326,5 +344,5 @@ func TestPodCIDRsMissing(t *testing.T) {
 		p.Apply(source.Batch{Nodes: map[string]*v1.Node{"me": node.DeepCopy()}})
 		time.Sleep(time.Second)
 	})
-	expect(t, r.calls, "0s: all of 1", "1s: all of 1")
+	expect(t, calls, "0s: all of 1", "1s: all of 1")
 }

@@ -1,6 +1,7 @@
 package proxier
 
 import (
+	"cmp"
 	"maps"
 	"slices"
 
@@ -81,6 +82,7 @@ type ServiceDifference struct {
 // difference compares a plan with the one that was published before; nil for none.
 func difference(before *plan.Snapshot, desired *plan.Plan, change plan.Change) Difference {
 	var d Difference
+	before = cmp.Or(before, &plan.Snapshot{})
 	differing := map[plan.Service]*ServiceDifference{}
 	note := func(k plan.Key, was, is *plan.ServicePort) {
 		if was == is || was != nil && is != nil && was.Equal(is) {
@@ -101,10 +103,11 @@ func difference(before *plan.Snapshot, desired *plan.Plan, change plan.Change) D
 		}
 		added, removed := endpointDifference(old, now)
 		s.EndpointsAdded, s.EndpointsRemoved = s.EndpointsAdded+added, s.EndpointsRemoved+removed
+		d.EndpointsAdded, d.EndpointsRemoved = d.EndpointsAdded+added, d.EndpointsRemoved+removed
 		switch {
 		case was == nil:
 			d.Added++
-			s.Added = before == nil || !before.Serves(k.Service)
+			s.Added = !before.Serves(k.Service)
 		case is == nil:
 			d.Removed++
 			s.Removed = !desired.Serves(k.Service)
@@ -114,38 +117,27 @@ func difference(before *plan.Snapshot, desired *plan.Plan, change plan.Change) D
 	}
 	if change.All() {
 		same := 0
-		if before != nil {
-			for _, ports := range before.Services() {
-				for _, was := range ports {
-					is := desired.Services[was.Key]
-					if is != nil {
-						same++
-					}
-					note(was.Key, was, is)
+		for _, ports := range before.Services() {
+			for _, was := range ports {
+				is := desired.Services[was.Key]
+				if is != nil {
+					same++
 				}
+				note(was.Key, was, is)
 			}
 		}
 		if same < len(desired.Services) {
 			for k, is := range desired.Services {
-				if before == nil || before.ServicePort(k) == nil {
+				if before.ServicePort(k) == nil {
 					note(k, nil, is)
 				}
 			}
 		}
-	} else {
-		for k := range change.Keys() {
-			var was *plan.ServicePort
-			if before != nil {
-				was = before.ServicePort(k)
-			}
-			note(k, was, desired.Services[k])
-		}
 	}
-	services := slices.Collect(maps.Values(differing))
-	for _, s := range services {
-		d.EndpointsAdded, d.EndpointsRemoved = d.EndpointsAdded+s.EndpointsAdded, d.EndpointsRemoved+s.EndpointsRemoved
+	for k := range change.Keys() {
+		note(k, before.ServicePort(k), desired.Services[k])
 	}
-	slices.SortFunc(services, func(a, b *ServiceDifference) int { return a.Service.Compare(b.Service) })
+	services := slices.SortedFunc(maps.Values(differing), func(a, b *ServiceDifference) int { return a.Service.Compare(b.Service) })
 	d.Others = max(0, len(services)-MostNamed)
 	for _, s := range services[:len(services)-d.Others] {
 		d.Services = append(d.Services, *s)

@@ -1,9 +1,7 @@
 package proxier
 
 import (
-	"context"
 	"fmt"
-	"log/slog"
 	"net/netip"
 	"reflect"
 	"strings"
@@ -11,12 +9,8 @@ import (
 	"testing/synctest"
 	"time"
 
-	v1 "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/types"
-
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
-	"nodeproxy/source"
 )
 
 // TestReasons: each sync says why it was made, what had come and for how long that had waited.
@@ -24,14 +18,7 @@ func TestReasons(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		r, seen := &recorder{start: time.Now(), takes: time.Second}, &results{}
-		p := New(Config{NodeName: "me", Families: plan.Families[:], Backend: r, CompareEvery: time.Hour, Observer: seen,
-			Log: slog.New(slog.DiscardHandler)})
-		ctx, cancel := context.WithCancel(t.Context())
-		ended := make(chan struct{})
-		go func() {
-			p.Run(ctx)
-			close(ended)
-		}()
+		p, stop := start(t, Config{Backend: r, CompareEvery: time.Hour, Observer: seen})
 		expect := func(what string, in Input, waited time.Duration, suspicion string, want ...Reason) {
 			t.Helper()
 			time.Sleep(10 * time.Second)
@@ -53,7 +40,7 @@ func TestReasons(t *testing.T) {
 		expect("the first", Input{Services: 2}, 3*time.Second, "", Start)
 		p.Apply(batch("b", 81, false))
 		expect("a change", Input{Services: 1}, 0, "", Arrived)
-		p.Apply(source.Batch{Services: map[types.NamespacedName]*v1.Service{{Namespace: "ns", Name: "a"}: nil}})
+		p.Apply(noService("a"))
 		expect("a deletion", Input{Services: 1, Gone: 1}, 0, "", Arrived)
 		p.Resync()
 		expect("a resync", Input{}, 0, "", Resync)
@@ -71,8 +58,7 @@ func TestReasons(t *testing.T) {
 		expect("the attempt after a failure", Input{}, 0, "", Retry)
 		time.Sleep(time.Hour)
 		expect("a comparison that was due", Input{}, 0, "", Compare)
-		cancel()
-		<-ended
+		stop()
 	})
 }
 

@@ -65,21 +65,19 @@ func (s *State) touchReserved(before, now map[netip.AddrPort]struct{}) {
 	}
 	for _, list := range []map[netip.AddrPort]struct{}{before, now} {
 		for at := range list {
-			touchAll(s.claims[claim{at.Addr(), plan.TCP, at.Port(), plan.FamilyOf(at.Addr())}], s.touchKey)
+			s.touchClaimants(claim{at.Addr(), plan.TCP, at.Port(), plan.FamilyOf(at.Addr())})
 		}
 	}
 }
 
 // reportReserved reports the frontends that a Service does not get because they are the API server's.
 func (s *State) reportReserved(spec *portSpec) {
-	f := &findings{object: "Service " + spec.key.Service.String()}
+	f := &source.Findings{Object: "Service " + spec.key.Service.String()}
 	for _, want := range spec.wants {
 		if s.reserved.has(want) {
-			f.list = append(f.list, source.Finding{
-				Severity: source.Problem, Object: f.object, Field: portField(spec.key), Event: "APIServerAddress",
-				Detail: want.String() + " is the address and port of the API server itself", Effect: "this frontend is not proxied",
-			})
+			f.Problem(portField(spec.key), "this frontend is not proxied", "%s is the address and port of the API server itself", want).
+				Event = "APIServerAddress"
 		}
 	}
-	s.reportNew("reserved "+spec.key.String(), f.list)
+	s.reportNew("reserved "+spec.key.String(), f.List)
 }

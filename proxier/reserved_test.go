@@ -61,17 +61,7 @@ func TestReserved(t *testing.T) {
 	all := []string{"load balancer IP 192.0.2.2:6443/TCP", "external IP 192.0.2.1:6443/TCP", "load balancer IP 192.0.2.2:6443/UDP",
 		"external IP 192.0.2.1:6443/UDP", "load balancer IP 192.0.2.2:80/TCP", "external IP 192.0.2.1:80/TCP"}
 	s.Reserve([]netip.AddrPort{addrPort("192.0.2.1:6443"), addrPort("[2001:db8::1]:6443"), addrPort("10.96.0.1:6443")})
-	apply := func(svc *v1.Service, name string, slice *discovery.EndpointSlice) {
-		b := source.Batch{}
-		if svc != nil {
-			b.Services = map[types.NamespacedName]*v1.Service{{Namespace: svc.Namespace, Name: svc.Name}: svc}
-		}
-		if name != "" {
-			b.EndpointSlices = map[types.NamespacedName]*discovery.EndpointSlice{{Namespace: "default", Name: name}: slice}
-		}
-		s.Apply(b)
-	}
-	apply(evil, "", nil)
+	s.Apply(ofService(evil))
 	check("its external IP is the API server's", slices.Delete(slices.Clone(all), 1, 2)...)
 	reported("at first", 1)
 	if p, _ := s.Update(); len(p.Services) != 3 || len(p.Sorted(plan.IPv4)[0].Frontends) == 0 ||
@@ -89,14 +79,15 @@ func TestReserved(t *testing.T) {
 	api.Namespace = "default"
 	slice := endpointSlice(discovery.Endpoint{Addresses: []string{"192.0.2.1"}}, discovery.Endpoint{Addresses: []string{"192.0.2.2"}})
 	slice.Namespace, slice.Name, slice.Labels[discovery.LabelServiceName] = "default", "kubernetes", "kubernetes"
-	slice.Ports = []discovery.EndpointPort{{Name: ptr("https"), Port: ptr[int32](6443)}}
-	apply(api, "kubernetes", slice)
+	slice.Ports = []discovery.EndpointPort{{Name: new("https"), Port: new(int32(6443))}}
+	s.Apply(ofService(api))
+	s.Apply(ofSlice(slice))
 	check("both are endpoints of default/kubernetes", all[2:]...)
 	reported("then", 2)
 	if got := frontends("kubernetes"); len(got) != 0 {
 		t.Errorf("default/kubernetes has %q", got)
 	}
-	apply(nil, "kubernetes", nil)
+	s.Apply(source.Batch{EndpointSlices: map[types.NamespacedName]*discovery.EndpointSlice{{Namespace: "default", Name: "kubernetes"}: nil}})
 	check("the endpoints have gone", all...)
 	reported("then", 0)
 }

@@ -5,8 +5,6 @@ import (
 	"testing"
 
 	v1 "k8s.io/api/core/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
 
 	"nodeproxy/plan"
 	"nodeproxy/source"
@@ -30,13 +28,9 @@ func TestResetTCP(t *testing.T) {
 		var said []string
 		report := func(f source.Finding) { said = append(said, f.String()) }
 		s := NewState("me", plan.Settings{ResetTCP: c.setting}, plan.Families[:1], report)
-		svc := &v1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "ns", Name: "a"}, Spec: v1.ServiceSpec{
-			ClusterIP: "10.96.0.1", ClusterIPs: []string{"10.96.0.1"}, Ports: []v1.ServicePort{
-				{Name: "tcp", Protocol: v1.ProtocolTCP, Port: 80}, {Name: "udp", Protocol: v1.ProtocolUDP, Port: 80},
-			},
-		}}
+		svc := makeService(ports(v1.ServicePort{Name: "tcp", Port: 80}, v1.ServicePort{Name: "udp", Protocol: v1.ProtocolUDP, Port: 80}))
 		apply := func() (*plan.Plan, plan.Change) {
-			s.Apply(source.Batch{Services: map[types.NamespacedName]*v1.Service{{Namespace: "ns", Name: "a"}: svc}})
+			s.Apply(ofService(svc))
 			return s.Update()
 		}
 		apply()

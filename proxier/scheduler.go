@@ -15,7 +15,7 @@ var flagged = []string{"sh", "mh"}
 
 // readScheduler reads the scheduler that a Service's annotations ask for. If any part can't be understood, the whole is ignored:
 // half of a request may be worse than the default.
-func readScheduler(svc *v1.Service, f *findings) plan.Scheduler {
+func readScheduler(svc *v1.Service, f *source.Findings) plan.Scheduler {
 	i := slices.IndexFunc(source.SchedulerAnnotations, func(key string) bool {
 		_, ok := svc.Annotations[key]
 		return ok
@@ -23,68 +23,55 @@ func readScheduler(svc *v1.Service, f *findings) plan.Scheduler {
 	flagsText, hasFlags := svc.Annotations[source.AnnotationKubeRouterSchedFlags]
 	if i < 0 {
 		if hasFlags {
-			f.problem(annotationField(source.AnnotationKubeRouterSchedFlags), "it is ignored", "there is no annotation %s beside it",
+			f.Problem(annotationField(source.AnnotationKubeRouterSchedFlags), "it is ignored", "there is no annotation %s beside it",
 				source.AnnotationKubeRouterScheduler)
 		}
 		return plan.Scheduler{}
 	}
+	var out plan.Scheduler
+	bad := false
+	problem := func(key, detail string, args ...any) {
+		bad = true
+		f.Problem(annotationField(key), "the default scheduler is used for this Service", detail, args...)
+	}
 	key := source.SchedulerAnnotations[i]
 	words := strings.Split(svc.Annotations[key], ",")
-	r := &schedulerReader{key: key, f: f}
-	r.name(words[0])
+	if name := strings.ToLower(strings.TrimSpace(words[0])); slices.Contains(plan.Schedulers, name) {
+		out.Name = name
+	} else {
+		problem(key, "%.80q is not one of the schedulers %s", words[0], strings.Join(plan.Schedulers, ", "))
+	}
+	// A flag is port or fallback, as here and in ipvsadm; or one of the kernel's numbers, as in kube-router.
+	readFlag := func(text, key string) {
+		flag := strings.ToLower(strings.TrimSpace(text))
+		for _, name := range flagged {
+			flag = strings.TrimPrefix(flag, name+"-") // ipvsadm's long names, such as mh-port
+		}
+		switch flag {
+		case "port", "flag-2":
+			out.Ports = true
+		case "fallback", "flag-1":
+			out.Fallback = true
+		default:
+			problem(key, "%.80q is not one of the flags port, fallback", text)
+			return
+		}
+		if out.Name != "" && !slices.Contains(flagged, out.Name) {
+			problem(key, "the scheduler %s has no flag %s; only %s have", out.Name, flag, strings.Join(flagged, " and "))
+		}
+	}
 	for _, flag := range words[1:] {
-		r.flag(flag, key)
+		readFlag(flag, key)
 	}
 	if key == source.AnnotationKubeRouterScheduler && hasFlags {
 		for flag := range strings.SplitSeq(flagsText, ",") {
-			r.flag(flag, source.AnnotationKubeRouterSchedFlags)
+			readFlag(flag, source.AnnotationKubeRouterSchedFlags)
 		}
 	}
-	if r.bad {
+	if bad {
 		return plan.Scheduler{}
 	}
-	return r.out
-}
-
-type schedulerReader struct {
-	key string // the annotation that names the scheduler
-	f   *findings
-	out plan.Scheduler
-	bad bool
-}
-
-func (r *schedulerReader) problem(key, detail string, args ...any) {
-	r.bad = true
-	r.f.problem(annotationField(key), "the default scheduler is used for this Service", detail, args...)
-}
-
-func (r *schedulerReader) name(text string) {
-	name := strings.ToLower(strings.TrimSpace(text))
-	if !slices.Contains(plan.Schedulers, name) {
-		r.problem(r.key, "%.80q is not one of the schedulers %s", text, strings.Join(plan.Schedulers, ", "))
-		return
-	}
-	r.out.Name = name
-}
-
-// flag reads a flag: port or fallback, as here and in ipvsadm; or the kernel's numbers, as in kube-router.
-func (r *schedulerReader) flag(text, key string) {
-	flag := strings.ToLower(strings.TrimSpace(text))
-	for _, name := range flagged {
-		flag = strings.TrimPrefix(flag, name+"-") // ipvsadm's long names, such as mh-port
-	}
-	switch flag {
-	case "port", "flag-2":
-		r.out.Ports = true
-	case "fallback", "flag-1":
-		r.out.Fallback = true
-	default:
-		r.problem(key, "%.80q is not one of the flags port, fallback", text)
-		return
-	}
-	if r.out.Name != "" && !slices.Contains(flagged, r.out.Name) {
-		r.problem(key, "the scheduler %s has no flag %s; only %s have", r.out.Name, flag, strings.Join(flagged, " and "))
-	}
+	return out
 }
 
 func annotationField(key string) string { return "metadata.annotations[" + key + "]" }

@@ -5,7 +5,6 @@ import (
 	"testing"
 
 	v1 "k8s.io/api/core/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"nodeproxy/plan"
 	"nodeproxy/source"
@@ -15,7 +14,7 @@ func TestScheduler(t *testing.T) {
 	t.Parallel()
 	const ours, theirs, flags = source.AnnotationScheduler, source.AnnotationKubeRouterScheduler, source.AnnotationKubeRouterSchedFlags
 	field := func(key, text string) string {
-		return "Service ns/a: metadata.annotations[" + key + "]: " + text
+		return "problem: Service ns/a: metadata.annotations[" + key + "]: " + text
 	}
 	const names = "rr, wrr, lc, wlc, lblc, lblcr, sh, dh, sed, nq, mh, fo, ovf, twos"
 	const otherwise = "; the default scheduler is used for this Service"
@@ -49,15 +48,11 @@ func TestScheduler(t *testing.T) {
 		{map[string]string{theirs: "mh", flags: "flag-3"}, plan.Scheduler{}, []string{field(flags, `"flag-3" is not one of the flags port, fallback`+otherwise)}},
 		{map[string]string{flags: "flag-1"}, plan.Scheduler{}, []string{field(flags, "there is no annotation "+theirs+" beside it; it is ignored")}},
 	} {
-		svc := &v1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "ns", Name: "a", Annotations: c.annotations},
-			Spec: v1.ServiceSpec{ClusterIPs: []string{"10.96.0.1", "fd00::1"}, Ports: []v1.ServicePort{{Name: "x", Port: 80}, {Name: "y", Port: 81}}}}
-		specs, found := readService(svc, plan.Families[:])
-		var said []string
-		for _, f := range found {
-			said = append(said, f.String())
-		}
-		if !slices.Equal(said, c.found) {
-			t.Errorf("%v: found %q, want %q", c.annotations, said, c.found)
+		svc := makeService(clusterIPs("10.96.0.1", "fd00::1"), ports(v1.ServicePort{Name: "x", Port: 80}, v1.ServicePort{Name: "y", Port: 81}))
+		svc.Annotations = c.annotations
+		specs, found := readService(svc, &plan.Settings{}, plan.Families[:])
+		if got := said(found); !slices.Equal(got, c.found) {
+			t.Errorf("%v: found %q, want %q", c.annotations, got, c.found)
 		}
 		if len(specs) != 4 {
 			t.Fatalf("%v: %d ports, want 4", c.annotations, len(specs))

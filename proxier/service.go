@@ -24,27 +24,9 @@ type portSpec struct {
 	sourceRanges []netip.Prefix // canonical
 	affinity     time.Duration
 	scheduler    plan.Scheduler
-	resetTCP     *bool // nil if the Service does not say
+	resetTCP     bool
 	critical     bool
 	healthCheck  bool // whether the Service has a health check node port
-}
-
-// findings collects the findings about one object while it is read.
-type findings struct {
-	object string
-	list   []source.Finding
-}
-
-func (f *findings) problem(field, effect, detail string, args ...any) {
-	f.list = append(f.list, source.Finding{
-		Severity: source.Problem, Object: f.object, Field: field, Detail: fmt.Sprintf(detail, args...), Effect: effect,
-	})
-}
-
-func (f *findings) note(field, effect, detail string, args ...any) {
-	f.list = append(f.list, source.Finding{
-		Severity: source.Note, Object: f.object, Field: field, Detail: fmt.Sprintf(detail, args...), Effect: effect,
-	})
 }
 
 // defaultAffinity is the API's default for sessionAffinityConfig.clientIP.timeoutSeconds.
@@ -52,32 +34,38 @@ const defaultAffinity = time.Duration(v1.DefaultClientIPServiceAffinitySeconds) 
 
 // readService turns a Service into a portSpec for each port and family. Fields that can't be used are left out and reported; the
 // rest of the Service works.
-func readService(svc *v1.Service, families []plan.Family) ([]portSpec, []source.Finding) {
-	f := &findings{object: "Service " + svc.Namespace + "/" + svc.Name}
+func readService(svc *v1.Service, settings *plan.Settings, families []plan.Family) ([]portSpec, []source.Finding) {
+	f := &source.Findings{Object: "Service " + svc.Namespace + "/" + svc.Name}
+	if settings.IgnoreExternalIPs && len(svc.Spec.ExternalIPs) > 0 {
+		f.Problem("spec.externalIPs", "these addresses are not proxied", "feature gate AllowServiceExternalIPs is false")
+		without := *svc
+		without.Spec.ExternalIPs = nil
+		svc = &without
+	}
 	field, why := source.NotProxied(svc)
 	if why == "" && svc.Spec.ClusterIP == "" && len(svc.Spec.ClusterIPs) == 0 {
 		field, why = "spec.clusterIP", "it has no cluster IP yet"
 	}
 	if why != "" {
-		f.note(field, source.NotForProxy, "%s", why)
-		return nil, f.list
+		f.Note(field, source.NotForProxy, "%s", why)
+		return nil, f.List
 	}
 	if !safeText(svc.Namespace) || !safeText(svc.Name) {
-		f.problem("metadata", "the Service is not proxied", "namespace %.80q or name %.80q is not a valid object name",
+		f.Problem("metadata", "the Service is not proxied", "namespace %.80q or name %.80q is not a valid object name",
 			svc.Namespace, svc.Name)
-		return nil, f.list
+		return nil, f.List
 	}
 	addrs := readAddresses(svc, f)
 	ports := readPorts(svc, f)
 	scheduler := readScheduler(svc, f)
-	resetTCP := readResetTCP(svc, f)
+	resetTCP := readResetTCP(svc, settings.ResetTCP, f)
 	var specs []portSpec
 	for _, family := range families {
 		if !addrs.cluster[family].IsValid() {
 			continue // The Service does not exist in this family.
 		}
 		for i, port := range ports {
-			spec := portSpec{
+			specs = append(specs, portSpec{
 				key: plan.Key{
 					Service: plan.Service{Namespace: svc.Namespace, Name: svc.Name},
 					Port:    port.Name, Protocol: plan.Protocol(port.Protocol), Family: family,
@@ -87,27 +75,14 @@ func readService(svc *v1.Service, families []plan.Family) ([]portSpec, []source.
 				sourceRanges: addrs.sourceRanges[family],
 				affinity:     affinity(svc),
 				scheduler:    scheduler,
-				resetTCP:     resetTCP,
+				resetTCP:     resetTCP && port.Protocol == v1.ProtocolTCP,
 				critical:     critical(svc),
 				healthCheck:  hasHealthCheck(svc),
-			}
-			spec.wants = frontends(svc, addrs, port, family, i == 0)
-			specs = append(specs, spec)
+				wants:        frontends(svc, addrs, port, family, i == 0),
+			})
 		}
 	}
-	return specs, f.list
-}
-
-// withoutExternalIPs returns a Service without its external IPs, for clusters that do not allow them, and the findings about that.
-func withoutExternalIPs(svc *v1.Service) (*v1.Service, []source.Finding) {
-	if len(svc.Spec.ExternalIPs) == 0 {
-		return svc, nil
-	}
-	f := &findings{object: "Service " + svc.Namespace + "/" + svc.Name}
-	f.problem("spec.externalIPs", "these addresses are not proxied", "feature gate AllowServiceExternalIPs is false")
-	out := *svc
-	out.Spec.ExternalIPs = nil
-	return &out, f.list
+	return specs, f.List
 }
 
 // addresses are the addresses of a Service by family.
@@ -120,35 +95,31 @@ type addresses struct {
 	unlimited map[plan.Family]bool
 }
 
-func readAddresses(svc *v1.Service, f *findings) addresses {
+func readAddresses(svc *v1.Service, f *source.Findings) addresses {
 	out := addresses{cluster: map[plan.Family]netip.Addr{}, sourceRanges: map[plan.Family][]netip.Prefix{}}
+	usable := func(field, text, effect string, linkLocal bool) (netip.Addr, bool) {
+		ip, ok := source.ParseIP(text)
+		what := source.SpecialAddress(ip)
+		if !ok {
+			f.Problem(field, effect, "%.80q is not an IP address", text)
+		} else if ok = what == "" || linkLocal && ip.IsLinkLocalUnicast(); !ok {
+			f.Problem(field, effect, "%s is %s", ip, what)
+		}
+		return ip, ok
+	}
 	clusterIPs := svc.Spec.ClusterIPs
 	if len(clusterIPs) == 0 {
 		clusterIPs = []string{svc.Spec.ClusterIP}
 	}
 	for i, text := range clusterIPs {
-		ip, ok := source.ParseIP(text)
-		if !ok {
-			f.problem(fmt.Sprintf("spec.clusterIPs[%d]", i), "the Service is not proxied at it", "%.80q is not an IP address", text)
-			continue
-		}
-		// No API server allocates these. From an untrusted one, they would capture the node's own traffic.
-		if ip.IsUnspecified() || ip.IsLoopback() || ip.IsMulticast() {
-			f.problem(fmt.Sprintf("spec.clusterIPs[%d]", i), "the Service is not proxied at it", "%s is %s", ip, source.SpecialAddress(ip))
-			continue
-		}
-		if family := plan.FamilyOf(ip); !out.cluster[family].IsValid() {
+		// No API server allocates addresses of a special kind. From an untrusted one, they would capture the node's own traffic.
+		ip, ok := usable(fmt.Sprintf("spec.clusterIPs[%d]", i), text, "the Service is not proxied at it", true)
+		if family := plan.FamilyOf(ip); ok && !out.cluster[family].IsValid() {
 			out.cluster[family] = ip
 		}
 	}
 	for i, text := range svc.Spec.ExternalIPs {
-		field := fmt.Sprintf("spec.externalIPs[%d]", i)
-		ip, ok := source.ParseIP(text)
-		if !ok {
-			f.problem(field, "this external IP is not proxied", "%.80q is not an IP address", text)
-		} else if what := source.SpecialAddress(ip); what != "" {
-			f.problem(field, "this external IP is not proxied", "%s is %s", ip, what)
-		} else {
+		if ip, ok := usable(fmt.Sprintf("spec.externalIPs[%d]", i), text, "this external IP is not proxied", false); ok {
 			out.external = append(out.external, ip)
 		}
 	}
@@ -158,7 +129,7 @@ func readAddresses(svc *v1.Service, f *findings) addresses {
 		}
 		ip, ok := source.ParseIP(ingress.IP)
 		if !ok || ip.IsUnspecified() || ip.IsMulticast() || ip.IsLoopback() {
-			f.problem(fmt.Sprintf("status.loadBalancer.ingress[%d].ip", i), "this load balancer IP is not proxied",
+			f.Problem(fmt.Sprintf("status.loadBalancer.ingress[%d].ip", i), "this load balancer IP is not proxied",
 				"%.80q is not an address that a load balancer can have", ingress.IP)
 			continue
 		}
@@ -170,17 +141,17 @@ func readAddresses(svc *v1.Service, f *findings) addresses {
 }
 
 // otherFamily reports addresses of a family in which the Service has no cluster IP, and so no rules, and those that no source range is for.
-func (a *addresses) otherFamily(svc *v1.Service, f *findings) {
+func (a *addresses) otherFamily(svc *v1.Service, f *source.Findings) {
 	const why = "%s is an %s address, and the Service has no cluster IP of that family"
 	lacks := func(ip netip.Addr) bool { return len(a.cluster) > 0 && !a.cluster[plan.FamilyOf(ip)].IsValid() }
 	for i, text := range svc.Spec.ExternalIPs {
 		if ip, ok := source.ParseIP(text); ok && lacks(ip) {
-			f.problem(fmt.Sprintf("spec.externalIPs[%d]", i), "this external IP is not proxied", why, ip, plan.FamilyOf(ip))
+			f.Problem(fmt.Sprintf("spec.externalIPs[%d]", i), "this external IP is not proxied", why, ip, plan.FamilyOf(ip))
 		}
 	}
 	for i, ingress := range svc.Status.LoadBalancer.Ingress {
 		if ip, ok := source.ParseIP(ingress.IP); ok && slices.Contains(a.loadBalancer, ip) && lacks(ip) {
-			f.note(fmt.Sprintf("status.loadBalancer.ingress[%d].ip", i), "this load balancer IP is not proxied", why, ip, plan.FamilyOf(ip))
+			f.Note(fmt.Sprintf("status.loadBalancer.ingress[%d].ip", i), "this load balancer IP is not proxied", why, ip, plan.FamilyOf(ip))
 		}
 	}
 	if len(svc.Spec.LoadBalancerSourceRanges) == 0 {
@@ -189,7 +160,7 @@ func (a *addresses) otherFamily(svc *v1.Service, f *findings) {
 	for _, family := range plan.Families {
 		of := func(ip netip.Addr) bool { return plan.FamilyOf(ip) == family && !lacks(ip) }
 		if a.unlimited[family] && slices.ContainsFunc(a.loadBalancer, of) {
-			f.problem("spec.loadBalancerSourceRanges", "everybody may reach the load balancer IPs of that family; add a range of it", "no range is of %s", family)
+			f.Problem("spec.loadBalancerSourceRanges", "everybody may reach the load balancer IPs of that family; add a range of it", "no range is of %s", family)
 		}
 	}
 }
@@ -197,12 +168,12 @@ func (a *addresses) otherFamily(svc *v1.Service, f *findings) {
 // readSourceRanges reads loadBalancerSourceRanges. Ranges that make up all addresses of a family lift the limit for that family. A range
 // that can't be read admits no source. If it is the only range of its family, whichever that was meant to be, leaving it out would
 // admit every source; so a range without usable sources replaces it.
-func (a *addresses) readSourceRanges(svc *v1.Service, f *findings) {
+func (a *addresses) readSourceRanges(svc *v1.Service, f *source.Findings) {
 	bad := map[plan.Family]bool{} // the families that an unreadable range may have been meant for
 	for i, text := range svc.Spec.LoadBalancerSourceRanges {
 		cidr, ok := parseCIDR(strings.TrimSpace(text))
 		if !ok {
-			f.problem(fmt.Sprintf("spec.loadBalancerSourceRanges[%d]", i), "this range admits nobody",
+			f.Problem(fmt.Sprintf("spec.loadBalancerSourceRanges[%d]", i), "this range admits nobody",
 				"%.80q is not a CIDR", text)
 			bad[plan.IPv4] = bad[plan.IPv4] || !strings.Contains(text, ":")
 			bad[plan.IPv6] = bad[plan.IPv6] || !strings.Contains(text, ".")
@@ -211,29 +182,25 @@ func (a *addresses) readSourceRanges(svc *v1.Service, f *findings) {
 		family := plan.FamilyOf(cidr.Addr())
 		a.sourceRanges[family] = append(a.sourceRanges[family], cidr)
 	}
-	nobody := map[plan.Family]netip.Prefix{
-		plan.IPv4: netip.MustParsePrefix("0.0.0.0/32"), plan.IPv6: netip.MustParsePrefix("::/128"),
-	}
 	unread := len(bad) > 0 && len(a.sourceRanges) == 0
 	a.unlimited = map[plan.Family]bool{}
 	for _, family := range plan.Families {
-		a.unlimited[family] = !bad[family] && !unread && len(a.sourceRanges[family]) == 0
-	}
-	for family, none := range nobody {
-		if (bad[family] || unread) && len(a.sourceRanges[family]) == 0 {
-			a.sourceRanges[family] = []netip.Prefix{none}
-		}
-	}
-	for family, ranges := range a.sourceRanges {
-		ranges = plan.Canonical(ranges)
-		if a.sourceRanges[family] = ranges; ranges[0].Bits() == 0 {
+		switch ranges := plan.Canonical(a.sourceRanges[family]); {
+		case len(ranges) == 0 && (bad[family] || unread):
+			nobody := netip.PrefixFrom(family.All().Addr(), family.Bits())
+			a.sourceRanges[family] = []netip.Prefix{nobody}
+		case len(ranges) == 0:
+			a.unlimited[family] = true
+		case ranges[0].Bits() == 0:
 			delete(a.sourceRanges, family)
+		default:
+			a.sourceRanges[family] = ranges
 		}
 	}
 }
 
 // readPorts returns the usable ports of a Service in order of name and protocol, with the protocol filled in.
-func readPorts(svc *v1.Service, f *findings) []v1.ServicePort {
+func readPorts(svc *v1.Service, f *source.Findings) []v1.ServicePort {
 	type id struct {
 		name     string
 		protocol v1.Protocol
@@ -245,15 +212,15 @@ func readPorts(svc *v1.Service, f *findings) []v1.ServicePort {
 		port.Protocol = cmp.Or(port.Protocol, v1.ProtocolTCP)
 		switch {
 		case port.Port < 1 || port.Port > 65535:
-			f.problem(field+".port", "this port is not proxied", "%d is not within 1-65535", port.Port)
+			f.Problem(field+".port", "this port is not proxied", "%d is not within 1-65535", port.Port)
 		case port.NodePort < 0 || port.NodePort > 65535:
-			f.problem(field+".nodePort", "this port is not proxied", "%d is not within 1-65535", port.NodePort)
+			f.Problem(field+".nodePort", "this port is not proxied", "%d is not within 1-65535", port.NodePort)
 		case port.Protocol != v1.ProtocolTCP && port.Protocol != v1.ProtocolUDP && port.Protocol != v1.ProtocolSCTP:
-			f.problem(field+".protocol", "this port is not proxied", "%.80q is not one of TCP, UDP, SCTP", port.Protocol)
+			f.Problem(field+".protocol", "this port is not proxied", "%.80q is not one of TCP, UDP, SCTP", port.Protocol)
 		case port.Name != "" && !safeText(port.Name):
-			f.problem(field+".name", "this port is not proxied", "%.80q is not a valid port name", port.Name)
+			f.Problem(field+".name", "this port is not proxied", "%.80q is not a valid port name", port.Name)
 		case seen[id{port.Name, port.Protocol}]:
-			f.problem(field, "the first of them is proxied", "a second port of name %q and protocol %s", port.Name, port.Protocol)
+			f.Problem(field, "the first of them is proxied", "a second port of name %q and protocol %s", port.Name, port.Protocol)
 		default:
 			seen[id{port.Name, port.Protocol}] = true
 			out = append(out, port)
@@ -263,16 +230,6 @@ func readPorts(svc *v1.Service, f *findings) []v1.ServicePort {
 		return cmp.Or(cmp.Compare(a.Name, b.Name), cmp.Compare(a.Protocol, b.Protocol))
 	})
 	return out
-}
-
-// nodePorts returns how many node ports the spec asks for.
-func (s *portSpec) nodePorts() (n int) {
-	for _, f := range s.wants {
-		if f.Kind == plan.NodePort {
-			n++
-		}
-	}
-	return n
 }
 
 // frontends returns the frontends of a port of a Service in one family. The health check node port belongs to the Service as a
@@ -340,18 +297,17 @@ func affinity(svc *v1.Service) time.Duration {
 	return defaultAffinity
 }
 
-// readResetTCP reads whether a Service wants connections to removed endpoints to be reset; nil if it does not say.
-func readResetTCP(svc *v1.Service, f *findings) *bool {
+// readResetTCP returns whether a Service wants connections to removed endpoints to be reset: its own choice, or else that of the settings.
+func readResetTCP(svc *v1.Service, otherwise bool, f *source.Findings) bool {
 	text, given := svc.Annotations[source.AnnotationResetTCP]
-	if !given {
-		return nil
+	switch {
+	case !given:
+		return otherwise
+	case text == "true" || text == "false":
+		return text == "true"
 	}
-	yes := text == "true"
-	if !yes && text != "false" {
-		f.problem(annotationField(source.AnnotationResetTCP), "it is ignored", "%.80q is neither true nor false", text)
-		return nil
-	}
-	return &yes
+	f.Problem(annotationField(source.AnnotationResetTCP), "it is ignored", "%.80q is neither true nor false", text)
+	return otherwise
 }
 
 // critical reports whether a node needs a Service before it can do anything else: the API server's own Service and cluster DNS, by

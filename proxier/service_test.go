@@ -51,7 +51,7 @@ func ingress(entries ...string) func(*v1.Service) {
 				i = v1.LoadBalancerIngress{Hostname: ip}
 			}
 			if hasMode {
-				i.IPMode = ptr(v1.LoadBalancerIPMode(mode))
+				i.IPMode = new(v1.LoadBalancerIPMode(mode))
 			}
 			s.Status.LoadBalancer.Ingress = append(s.Status.LoadBalancer.Ingress, i)
 		}
@@ -169,7 +169,7 @@ func TestReadServiceFrontends(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
-			specs, found := readService(tc.svc, plan.Families[:])
+			specs, found := readService(tc.svc, &plan.Settings{}, plan.Families[:])
 			if got := wants(specs); !slices.Equal(got, tc.wants) {
 				t.Errorf("got\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(tc.wants, "\n"))
 			}
@@ -183,7 +183,7 @@ func TestReadServiceFrontends(t *testing.T) {
 // TestReadServiceFamilies: what a Service asks for in a family that the node can't forward is left alone.
 func TestReadServiceFamilies(t *testing.T) {
 	t.Parallel()
-	specs, found := readService(makeService(clusterIPs("10.96.0.1", "fd00::1"), externalIPs("2001:db8::1")), []plan.Family{plan.IPv4})
+	specs, found := readService(makeService(clusterIPs("10.96.0.1", "fd00::1"), externalIPs("2001:db8::1")), &plan.Settings{}, []plan.Family{plan.IPv4})
 	if want := []string{"ns/a/TCP/IPv4 cluster IP 10.96.0.1:80/TCP"}; !slices.Equal(wants(specs), want) || len(found) > 0 {
 		t.Errorf("got %q, said %q", wants(specs), said(found))
 	}
@@ -205,7 +205,7 @@ func TestReadServiceNotProxied(t *testing.T) {
 		{makeService(proxyName("")), `metadata.labels[service.kubernetes.io/service-proxy-name]: the label gives the Service to the proxy ""`},
 		{makeService(func(s *v1.Service) { s.Spec.ClusterIP = "" }), "spec.clusterIP: it has no cluster IP yet"},
 	} {
-		specs, found := readService(tc.svc, plan.Families[:])
+		specs, found := readService(tc.svc, &plan.Settings{}, plan.Families[:])
 		want := "note: Service ns/a: " + tc.want + "; not proxied"
 		if len(specs) > 0 || !slices.Equal(said(found), []string{want}) {
 			t.Errorf("got %q, said %q, want %q", wants(specs), said(found), want)
@@ -240,7 +240,7 @@ func TestReadServicePorts(t *testing.T) {
 		{v1.ServicePort{Name: "good", Port: 1},
 			`spec.ports[1]: a second port of name "good" and protocol TCP; the first of them is proxied`},
 	} {
-		specs, found := readService(makeService(ports(v1.ServicePort{Name: "good", Port: 80}, tc.bad)), plan.Families[:])
+		specs, found := readService(makeService(ports(v1.ServicePort{Name: "good", Port: 80}, tc.bad)), &plan.Settings{}, plan.Families[:])
 		if got := wants(specs); !slices.Equal(got, []string{"ns/a:good/TCP/IPv4 cluster IP 10.96.0.1:80/TCP"}) {
 			t.Errorf("%+v: got %q", tc.bad, got)
 		}
@@ -259,7 +259,7 @@ func TestReadServiceName(t *testing.T) {
 			func(s *v1.Service) { s.Name = name },
 			func(s *v1.Service) { s.Namespace = name },
 		} {
-			specs, found := readService(makeService(field), plan.Families[:])
+			specs, found := readService(makeService(field), &plan.Settings{}, plan.Families[:])
 			if len(specs) > 0 || len(found) != 1 || found[0].Field != "metadata" || found[0].Severity != source.Problem {
 				t.Errorf("%q: got %q, said %q", name, wants(specs), said(found))
 			}
@@ -296,7 +296,7 @@ func TestReadServiceSourceRanges(t *testing.T) {
 		{ranges: []string{"::ffff:10.0.0.0/104"}, v4: "[10.0.0.0/8]", v6: "[]"},
 	} {
 		specs, found := readService(makeService(clusterIPs("10.96.0.1", "fd00::1"), ingress("192.0.2.1"), sourceRanges(tc.ranges...)),
-			plan.Families[:])
+			&plan.Settings{}, plan.Families[:])
 		v4, v6 := fmt.Sprint(specs[0].sourceRanges), fmt.Sprint(specs[1].sourceRanges)
 		if v4 != tc.v4 || v6 != tc.v6 || !slices.Equal(said(found), tc.said) {
 			t.Errorf("%q: got %s and %s, said %q; want %s and %s, %q", tc.ranges, v4, v6, said(found), tc.v4, tc.v6, tc.said)
@@ -306,8 +306,8 @@ func TestReadServiceSourceRanges(t *testing.T) {
 
 func TestReadServicePolicies(t *testing.T) {
 	t.Parallel()
-	internalLocal := func(s *v1.Service) { s.Spec.InternalTrafficPolicy = ptr(v1.ServiceInternalTrafficPolicyLocal) }
-	internalCluster := func(s *v1.Service) { s.Spec.InternalTrafficPolicy = ptr(v1.ServiceInternalTrafficPolicyCluster) }
+	internalLocal := func(s *v1.Service) { s.Spec.InternalTrafficPolicy = new(v1.ServiceInternalTrafficPolicyLocal) }
+	internalCluster := func(s *v1.Service) { s.Spec.InternalTrafficPolicy = new(v1.ServiceInternalTrafficPolicyCluster) }
 	for _, tc := range []struct {
 		name               string
 		svc                *v1.Service
@@ -322,7 +322,7 @@ func TestReadServicePolicies(t *testing.T) {
 		{"external Local of an external IP", makeService(externalLocal, externalIPs("192.0.2.1")), plan.Cluster, plan.Local},
 		{"both", makeService(externalLocal, internalLocal, ofType("NodePort")), plan.Local, plan.Local},
 	} {
-		specs, _ := readService(tc.svc, plan.Families[:])
+		specs, _ := readService(tc.svc, &plan.Settings{}, plan.Families[:])
 		if specs[0].internal != tc.internal || specs[0].external != tc.external {
 			t.Errorf("%s: internal %s, external %s", tc.name, specs[0].internal, specs[0].external)
 		}
@@ -342,14 +342,14 @@ func TestReadServiceAffinity(t *testing.T) {
 		want string
 	}{
 		{makeService(), "0s"},
-		{makeService(clientIP(ptr[int32](60)), func(s *v1.Service) { s.Spec.SessionAffinity = v1.ServiceAffinityNone }), "0s"},
-		{makeService(clientIP(ptr[int32](60))), "1m0s"},
+		{makeService(clientIP(new(int32(60))), func(s *v1.Service) { s.Spec.SessionAffinity = v1.ServiceAffinityNone }), "0s"},
+		{makeService(clientIP(new(int32(60)))), "1m0s"},
 		{makeService(clientIP(nil)), "3h0m0s"},
-		{makeService(clientIP(ptr[int32](0))), "3h0m0s"},
-		{makeService(clientIP(ptr[int32](-1))), "3h0m0s"},
+		{makeService(clientIP(new(int32(0)))), "3h0m0s"},
+		{makeService(clientIP(new(int32(-1)))), "3h0m0s"},
 		{makeService(func(s *v1.Service) { s.Spec.SessionAffinity = v1.ServiceAffinityClientIP }), "3h0m0s"},
 	} {
-		if specs, _ := readService(tc.svc, plan.Families[:]); specs[0].affinity.String() != tc.want {
+		if specs, _ := readService(tc.svc, &plan.Settings{}, plan.Families[:]); specs[0].affinity.String() != tc.want {
 			t.Errorf("%+v: %s, want %s", tc.svc.Spec.SessionAffinityConfig, specs[0].affinity, tc.want)
 		}
 	}
@@ -375,7 +375,7 @@ func TestReadServiceHealthCheck(t *testing.T) {
 		{"too large", makeService(check(65536), ofType("LoadBalancer"), externalLocal), nil},
 		{"negative", makeService(check(-1), ofType("LoadBalancer"), externalLocal), nil},
 	} {
-		specs, _ := readService(tc.svc, plan.Families[:])
+		specs, _ := readService(tc.svc, &plan.Settings{}, plan.Families[:])
 		var got []string
 		for _, s := range specs {
 			for _, f := range s.wants {
@@ -408,7 +408,7 @@ func TestCritical(t *testing.T) {
 	} {
 		specs, _ := readService(makeService(func(s *v1.Service) {
 			s.Namespace, s.Name, s.Labels = tc.namespace, tc.name, tc.labels
-		}), plan.Families[:])
+		}), &plan.Settings{}, plan.Families[:])
 		if specs[0].critical != tc.want {
 			t.Errorf("%s/%s %v: %v", tc.namespace, tc.name, tc.labels, specs[0].critical)
 		}

@@ -10,6 +10,7 @@ import (
 
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
+	"k8s.io/utils/ptr"
 
 	"nodeproxy/plan"
 	"nodeproxy/source"
@@ -114,43 +115,29 @@ func (p SlicePort) compare(o SlicePort) int {
 	return cmp.Or(cmp.Compare(p.Name, o.Name), cmp.Compare(p.Protocol, o.Protocol))
 }
 
-// sliceService returns the Service that an EndpointSlice belongs to; false if it belongs to none, or to a headless one, which the
-// presence of a label says, whatever its value.
-func sliceService(es *discovery.EndpointSlice) (plan.Service, bool) {
-	name := es.Labels[discovery.LabelServiceName]
-	_, headless := es.Labels[v1.IsHeadlessService]
-	return plan.Service{Namespace: es.Namespace, Name: name}, name != "" && !headless
-}
-
 // readSlice reads an EndpointSlice; nil if a proxy can't use it at all.
 func readSlice(es *discovery.EndpointSlice) (*slice, []source.Finding) {
-	f := &findings{object: "EndpointSlice " + es.Namespace + "/" + es.Name}
-	out := &slice{name: es.Name}
-	out.service, _ = sliceService(es)
+	f := &source.Findings{Object: "EndpointSlice " + es.Namespace + "/" + es.Name}
+	service, _ := source.ServiceOf(es)
+	out := &slice{name: es.Name, service: plan.Service(service)}
 	switch es.AddressType {
 	case discovery.AddressTypeIPv4:
 		out.family = plan.IPv4
 	case discovery.AddressTypeIPv6:
 		out.family = plan.IPv6
 	default:
-		f.note("addressType", "ignored", "a proxy can't send to endpoints of type %.20q", es.AddressType)
-		return nil, f.list
+		f.Note("addressType", "ignored", "a proxy can't send to endpoints of type %.20q", es.AddressType)
+		return nil, f.List
 	}
 	for i, p := range es.Ports {
-		port := SlicePort{Protocol: plan.TCP}
-		if p.Name != nil {
-			port.Name = *p.Name
-		}
-		if p.Protocol != nil {
-			port.Protocol = plan.Protocol(*p.Protocol)
-		}
-		if p.Port == nil || *p.Port < 1 || *p.Port > 65535 {
-			f.problem(fmt.Sprintf("ports[%d].port", i), "this port has no endpoints from this slice",
+		number := ptr.Deref(p.Port, 0)
+		if number < 1 || number > 65535 {
+			f.Problem(fmt.Sprintf("ports[%d].port", i), "this port has no endpoints from this slice",
 				"the port number is not within 1-65535")
 			continue
 		}
-		port.Number = uint16(*p.Port)
-		out.ports = append(out.ports, port)
+		protocol := plan.Protocol(ptr.Deref(p.Protocol, v1.ProtocolTCP))
+		out.ports = append(out.ports, SlicePort{ptr.Deref(p.Name, ""), protocol, uint16(number)})
 	}
 	slices.SortStableFunc(out.ports, SlicePort.compare)
 	endpoints := make([]topology.Endpoint, 0, len(es.Endpoints))
@@ -165,44 +152,34 @@ func readSlice(es *discovery.EndpointSlice) (*slice, []source.Finding) {
 	out.endpoints = pack(endpoints)
 	// The annotation is optional and may be wrong; it is for metrics only.
 	out.triggered, _ = time.Parse(time.RFC3339Nano, es.Annotations[v1.EndpointsLastChangeTriggerTime])
-	return out, f.list
+	return out, f.List
 }
 
-func readEndpoint(e *discovery.Endpoint, family plan.Family, f *findings, i int) (topology.Endpoint, bool) {
+func readEndpoint(e *discovery.Endpoint, family plan.Family, f *source.Findings, i int) (topology.Endpoint, bool) {
 	const effect = "this endpoint is not used"
 	field := fmt.Sprintf("endpoints[%d].addresses", i)
 	if len(e.Addresses) == 0 {
-		f.problem(field, effect, "no address")
+		f.Problem(field, effect, "no address")
 		return topology.Endpoint{}, false
 	}
 	// A slice's endpoint may list several addresses; only the first has a meaning (KEP-0752).
 	field += "[0]"
 	ip, ok := source.ParseIP(e.Addresses[0])
 	if !ok || plan.FamilyOf(ip) != family {
-		f.problem(field, effect, "%.80q is not an %s address", e.Addresses[0], family)
+		f.Problem(field, effect, "%.80q is not an %s address", e.Addresses[0], family)
 		return topology.Endpoint{}, false
 	}
 	if what := source.SpecialAddress(ip); what != "" {
-		f.problem(field, effect, "%s is %s", ip, what)
+		f.Problem(field, effect, "%s is %s", ip, what)
 		return topology.Endpoint{}, false
-	}
-	is := func(condition *bool, absent bool) bool {
-		if condition == nil {
-			return absent
-		}
-		return *condition
 	}
 	ep := topology.Endpoint{
 		Addr:        netip.AddrPortFrom(ip, 0),
-		Ready:       is(e.Conditions.Ready, true),
-		Serving:     is(e.Conditions.Serving, true),
-		Terminating: is(e.Conditions.Terminating, false),
-	}
-	if e.NodeName != nil {
-		ep.Node = *e.NodeName
-	}
-	if e.Zone != nil {
-		ep.Zone = *e.Zone
+		Node:        ptr.Deref(e.NodeName, ""),
+		Zone:        ptr.Deref(e.Zone, ""),
+		Ready:       ptr.Deref(e.Conditions.Ready, true),
+		Serving:     ptr.Deref(e.Conditions.Serving, true),
+		Terminating: ptr.Deref(e.Conditions.Terminating, false),
 	}
 	if e.TargetRef != nil && e.TargetRef.Kind == "Pod" {
 		ep.Pod = e.TargetRef.Name

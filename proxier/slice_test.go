@@ -22,7 +22,7 @@ func endpointSlice(endpoints ...discovery.Endpoint) *discovery.EndpointSlice {
 	return &discovery.EndpointSlice{
 		ObjectMeta:  metav1.ObjectMeta{Namespace: "ns", Name: "s", Labels: map[string]string{discovery.LabelServiceName: "a"}},
 		AddressType: discovery.AddressTypeIPv4,
-		Ports:       []discovery.EndpointPort{{Name: ptr("http"), Port: ptr[int32](8080)}},
+		Ports:       []discovery.EndpointPort{{Name: new("http"), Port: new(int32(8080))}},
 		Endpoints:   endpoints,
 	}
 }
@@ -38,7 +38,7 @@ func TestReadSliceEndpoints(t *testing.T) {
 			Conditions: discovery.EndpointConditions{Ready: ready, Serving: serving, Terminating: terminating}}
 	}
 	addresses := func(list ...string) discovery.Endpoint { return discovery.Endpoint{Addresses: list} }
-	yes, no := ptr(true), ptr(false)
+	yes, no := new(true), new(false)
 	for _, tc := range []struct {
 		name     string
 		endpoint discovery.Endpoint
@@ -64,7 +64,7 @@ func TestReadSliceEndpoints(t *testing.T) {
 		{"link-local", addresses("169.254.169.254"), "", problem("[0]: 169.254.169.254 is a link-local address")},
 		{"unspecified", addresses("0.0.0.0"), "", problem("[0]: 0.0.0.0 is the unspecified address")},
 		{"multicast", addresses("239.0.0.1"), "", problem("[0]: 239.0.0.1 is a multicast address")},
-		{"on a node", discovery.Endpoint{Addresses: []string{"10.0.0.1"}, NodeName: ptr("me")}, ready + " on me", nil},
+		{"on a node", discovery.Endpoint{Addresses: []string{"10.0.0.1"}, NodeName: new("me")}, ready + " on me", nil},
 		{"with hints", discovery.Endpoint{Addresses: []string{"10.0.0.1"}, Hints: &discovery.EndpointHints{
 			ForZones: []discovery.ForZone{{Name: "a"}, {Name: "b"}}, ForNodes: []discovery.ForNode{{Name: "me"}}}},
 			ready + " for zones [a b] for nodes [me]", nil},
@@ -111,13 +111,13 @@ func TestReadSlicePorts(t *testing.T) {
 	t.Parallel()
 	es := endpointSlice(discovery.Endpoint{Addresses: []string{"10.0.0.1"}})
 	es.Ports = []discovery.EndpointPort{
-		{Port: ptr[int32](1)}, // the unnamed port of a Service with a single one
-		{Name: ptr("dns"), Port: ptr[int32](2)},
-		{Name: ptr("dns"), Port: ptr[int32](3), Protocol: ptr(v1.ProtocolUDP)},
-		{Name: ptr("none")},
-		{Name: ptr("zero"), Port: ptr[int32](0)},
-		{Name: ptr("large"), Port: ptr[int32](65536)},
-		{Name: ptr("dns"), Port: ptr[int32](4)}, // two pods may give one name to different numbers
+		{Port: new(int32(1))}, // the unnamed port of a Service with a single one
+		{Name: new("dns"), Port: new(int32(2))},
+		{Name: new("dns"), Port: new(int32(3)), Protocol: new(v1.ProtocolUDP)},
+		{Name: new("none")},
+		{Name: new("zero"), Port: new(int32(0))},
+		{Name: new("large"), Port: new(int32(65536))},
+		{Name: new("dns"), Port: new(int32(4))}, // two pods may give one name to different numbers
 	}
 	s, found := readSlice(es)
 	for key, want := range map[plan.Key]string{
@@ -161,7 +161,7 @@ func TestReadSliceOfNames(t *testing.T) {
 	}
 }
 
-func TestSliceService(t *testing.T) {
+func TestServiceOf(t *testing.T) {
 	t.Parallel()
 	for _, tc := range []struct {
 		labels map[string]string
@@ -175,8 +175,8 @@ func TestSliceService(t *testing.T) {
 	} {
 		es := endpointSlice()
 		es.Labels = tc.labels
-		got, ok := sliceService(es)
-		if ok != tc.want || ok && got != (plan.Service{Namespace: "ns", Name: "a"}) {
+		got, ok := source.ServiceOf(es)
+		if ok != tc.want || ok && got != (types.NamespacedName{Namespace: "ns", Name: "a"}) {
 			t.Errorf("%v: %s, %v", tc.labels, got, ok)
 		}
 	}
@@ -228,11 +228,11 @@ func TestReadNode(t *testing.T) {
 func TestTriggers(t *testing.T) {
 	t.Parallel()
 	s := newTestState(nil)
-	name := types.NamespacedName{Namespace: "ns", Name: "a-1"}
 	apply := func(at string, synced bool) []time.Time {
 		es := weighted(discovery.AddressTypeIPv4, "", "10.244.1.5")
 		es.Annotations[v1.EndpointsLastChangeTriggerTime] = at
-		s.Apply(source.Batch{EndpointSlices: map[types.NamespacedName]*discovery.EndpointSlice{name: es}, Synced: synced})
+		s.Apply(ofSlice(es))
+		s.Apply(source.Batch{Synced: synced})
 		s.Update()
 		var out []time.Time
 		for _, trigger := range s.Triggers() {

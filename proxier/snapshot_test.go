@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"slices"
 	"sync"
 	"testing"
@@ -48,11 +47,11 @@ func TestSnapshotAfterSync(t *testing.T) {
 			defer mu.Unlock()
 			fail = err
 		}
-		stop := start(t, Config{NodeName: "me", Families: plan.Families[:1], MostAtOnce: 20, Backend: backendFunc(
+		p, stop := start(t, Config{Families: plan.Families[:1], MostAtOnce: 20, Backend: backendFunc(
 			func(context.Context, *plan.Plan, plan.Change) error {
 				time.Sleep(time.Second)
 				return look("while writing")
-			})}, &p)
+			})})
 		_ = look("at first")
 		p.Apply(batch("a", 80, true))
 		time.Sleep(2 * time.Second)
@@ -100,9 +99,8 @@ func TestSnapshotAfterSync(t *testing.T) {
 // TestSnapshotWhileChanging takes snapshots while changes are programmed, in portions and whole. It is for the race detector.
 func TestSnapshotWhileChanging(t *testing.T) {
 	for _, most := range []int{0, 20} {
-		var p *Proxier
-		stop := start(t, Config{NodeName: "me", Families: plan.Families[:1], MostAtOnce: most, Backend: backendFunc(
-			func(context.Context, *plan.Plan, plan.Change) error { return nil })}, &p)
+		p, stop := start(t, Config{Families: plan.Families[:1], MostAtOnce: most, Backend: backendFunc(
+			func(context.Context, *plan.Plan, plan.Change) error { return nil })})
 		all := services(0, 100, 1)
 		all.Synced = true
 		p.Apply(all)
@@ -137,17 +135,4 @@ func TestSnapshotWhileChanging(t *testing.T) {
 		readers.Wait()
 		stop()
 	}
-}
-
-// start runs a Proxier, which is *p from then on, until stop is called.
-func start(t *testing.T, cfg Config, p **Proxier) (stop func()) {
-	cfg.Log = slog.New(slog.DiscardHandler)
-	*p = New(cfg)
-	ctx, cancel := context.WithCancel(t.Context())
-	ended := make(chan struct{})
-	go func() {
-		(*p).Run(ctx)
-		close(ended)
-	}()
-	return func() { cancel(); <-ended }
 }

@@ -64,7 +64,7 @@ type State struct {
 // service is the known state of one Service.
 type service struct {
 	exists bool // there is a Service object, even if it is not proxied
-	object object
+	object Object
 	specs  []portSpec // nil while there is none to proxy
 	slices []*slice   // in order of name
 }
@@ -138,8 +138,6 @@ func sortedNames[T any](objects map[types.NamespacedName]T) []types.NamespacedNa
 // touch marks a Service as changed.
 func (s *State) touch(svc plan.Service) { s.dirty[svc] = struct{}{} }
 
-func (s *State) touchKey(k plan.Key) { s.touch(k.Service) }
-
 func (s *State) applyService(name types.NamespacedName, obj *v1.Service) {
 	id := plan.Service{Namespace: name.Namespace, Name: name.Name}
 	svc := s.services[id]
@@ -151,22 +149,16 @@ func (s *State) applyService(name types.NamespacedName, obj *v1.Service) {
 		s.services[id] = svc
 	}
 	for i := range svc.specs {
-		s.claims.remove(&svc.specs[i], s.touchKey)
-		s.nodePorts -= svc.specs[i].nodePorts()
+		s.unclaim(&svc.specs[i])
 	}
 	var found []source.Finding
-	svc.specs, svc.exists, svc.object = nil, obj != nil, object{}
+	svc.specs, svc.exists, svc.object = nil, obj != nil, Object{}
 	if svc.exists {
 		svc.object = readObject(obj)
-		if s.plan.Settings.IgnoreExternalIPs {
-			obj, found = withoutExternalIPs(obj)
-		}
-		specs, more := readService(obj, s.families)
-		svc.specs, found = specs, append(found, more...)
+		svc.specs, found = readService(obj, &s.plan.Settings, s.families)
 	}
 	for i := range svc.specs {
-		s.claims.add(&svc.specs[i], s.touchKey)
-		s.nodePorts += svc.specs[i].nodePorts()
+		s.claim(&svc.specs[i])
 	}
 	s.reportNew("Service "+id.String(), found)
 	s.touch(id)
@@ -177,12 +169,12 @@ func (s *State) applySlice(name types.NamespacedName, obj *discovery.EndpointSli
 	var parsed *slice
 	var found []source.Finding
 	if obj != nil {
-		if _, ok := sliceService(obj); ok {
+		if _, ok := source.ServiceOf(obj); ok {
 			parsed, found = readSlice(obj)
 		} else if obj.Labels[discovery.LabelServiceName] == "" {
-			f := &findings{object: "EndpointSlice " + name.String()}
-			f.note("metadata.labels", source.NotForProxy, "without a label %s the slice belongs to no Service", discovery.LabelServiceName)
-			found = f.list
+			f := &source.Findings{Object: "EndpointSlice " + name.String()}
+			f.Note("metadata.labels", source.NotForProxy, "without a label %s the slice belongs to no Service", discovery.LabelServiceName)
+			found = f.List
 		}
 	}
 	s.reportNew("EndpointSlice "+name.String(), found)
@@ -330,7 +322,7 @@ func (s *State) servicePort(spec *portSpec, endpoints []topology.Endpoint) *plan
 		SourceRanges:   spec.sourceRanges,
 		Affinity:       spec.affinity,
 		Scheduler:      spec.scheduler,
-		ResetTCP:       s.resetTCP(spec),
+		ResetTCP:       spec.resetTCP,
 		Critical:       spec.critical,
 	}
 	for _, f := range spec.wants {
@@ -351,24 +343,13 @@ func (s *State) servicePort(spec *portSpec, endpoints []topology.Endpoint) *plan
 	return sp
 }
 
-// resetTCP returns the Service's choice, or else that of the settings.
-func (s *State) resetTCP(spec *portSpec) bool {
-	switch {
-	case spec.key.Protocol != plan.TCP:
-		return false
-	case spec.resetTCP != nil:
-		return *spec.resetTCP
-	}
-	return s.plan.Settings.ResetTCP
-}
-
 // mostShadowed is how many frontends of a Service are reported each if others have them. A Service can ask for any number; of more, a
 // single finding has the count and the first few.
 const mostShadowed = 3
 
 // reportShadowed reports the frontends that a Service asks for and other ServicePorts have.
 func (s *State) reportShadowed(id plan.Service) {
-	f := &findings{object: "Service " + id.String()}
+	f := &source.Findings{Object: "Service " + id.String()}
 	count := 0
 	var examples []string
 	for _, key := range s.plan.KeysOf(id) {
@@ -376,19 +357,19 @@ func (s *State) reportShadowed(id plan.Service) {
 		count += len(shadowed)
 		for _, sh := range shadowed[:min(len(shadowed), mostShadowed-len(examples))] {
 			examples = append(examples, fmt.Sprintf("%s by %s", sh.Frontend, sh.Owner))
-			f.problem(portField(key), sh.Owner.String()+" gets the traffic", "%s is also claimed by %s, which takes precedence",
+			f.Problem(portField(key), sh.Owner.String()+" gets the traffic", "%s is also claimed by %s, which takes precedence",
 				sh.Frontend, sh.Owner)
 		}
 	}
 	if count > mostShadowed {
-		f.list = nil
-		f.problem("spec", "the others get the traffic", "%d frontends are also claimed by others, which take precedence, among them %s",
+		f.List = nil
+		f.Problem("spec", "the others get the traffic", "%d frontends are also claimed by others, which take precedence, among them %s",
 			count, strings.Join(examples, ", "))
 	}
-	for i := range f.list {
-		f.list[i].Kind = source.Claimed
+	for i := range f.List {
+		f.List[i].Kind = source.Claimed
 	}
-	s.reportNew("shadowed "+id.String(), f.list)
+	s.reportNew("shadowed "+id.String(), f.List)
 }
 
 // portField returns the field path of a port of a Service.

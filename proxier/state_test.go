@@ -11,15 +11,12 @@ import (
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
 	networking "k8s.io/api/networking/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"pgregory.net/rapid"
 
 	"nodeproxy/plan"
 	"nodeproxy/source"
 )
-
-func ptr[T any](v T) *T { return &v }
 
 func newTestState(report source.Report) *State {
 	return NewState("me", plan.Settings{
@@ -222,12 +219,7 @@ func toSay(b source.Batch) map[string]bool {
 	p, _ := s.Update()
 	shadowed := map[plan.Service][]string{}
 	examples := map[plan.Service][]string{}
-	var keys []plan.Key
-	for key := range p.Services {
-		keys = append(keys, key)
-	}
-	slices.SortFunc(keys, plan.Key.Compare)
-	for _, key := range keys {
+	for _, key := range slices.SortedFunc(maps.Keys(p.Services), plan.Key.Compare) {
 		for _, sh := range p.Services[key].Shadowed {
 			shadowed[key.Service] = append(shadowed[key.Service], fmt.Sprintf(
 				"Service %s: spec.ports[%s]: %s is also claimed by %s, which takes precedence; %s gets the traffic",
@@ -263,7 +255,7 @@ func TestManyShadowed(t *testing.T) {
 	service := func(name string, ips, ports int) source.Batch {
 		svc := largeService(name, ips, ports)
 		svc.Spec.ClusterIP = "10.96.0." + name[1:]
-		return source.Batch{Services: map[types.NamespacedName]*v1.Service{{Namespace: "ns", Name: name}: svc}}
+		return ofService(svc)
 	}
 	text := func(count int) string {
 		return fmt.Sprintf("Service ns/s2: spec: %d frontends are also claimed by others, which take precedence, among them "+
@@ -281,8 +273,7 @@ func TestManyShadowed(t *testing.T) {
 		{"much", service("s2", 200, 10), []string{text(2000)}},
 		{"the same", service("s2", 200, 10), nil},
 		{"less", service("s2", 199, 10), []string{text(1990)}},
-		{"an endpoint", source.Batch{EndpointSlices: map[types.NamespacedName]*discovery.EndpointSlice{
-			{Namespace: "ns", Name: "s2"}: largeSlice("s2", 10, "10.0.0.1")}}, nil},
+		{"an endpoint", ofSlice(largeSlice("s2", 10, "10.0.0.1")), nil},
 		{"a few", service("s2", 3, 1), []string{
 			"Service ns/s2: spec.ports[p0]: external IP 198.18.0.0:1/TCP is also claimed by ns/s1:p0/TCP/IPv4, which takes precedence; ns/s1:p0/TCP/IPv4 gets the traffic",
 			"Service ns/s2: spec.ports[p0]: external IP 198.18.0.1:1/TCP is also claimed by ns/s1:p0/TCP/IPv4, which takes precedence; ns/s1:p0/TCP/IPv4 gets the traffic",
@@ -308,13 +299,11 @@ func TestFindingsAreReportedOnce(t *testing.T) {
 	s := newTestState(func(f source.Finding) { said = append(said, f.String()) })
 	apply := func(svc *v1.Service) []string {
 		said = nil
-		s.Apply(source.Batch{Services: map[types.NamespacedName]*v1.Service{{Namespace: "ns", Name: "a"}: svc}})
+		s.Apply(ofService(svc))
 		s.Update()
 		return said
 	}
-	svc := &v1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "ns", Name: "a"}, Spec: v1.ServiceSpec{
-		ClusterIP: "10.96.0.1", ExternalIPs: []string{"127.0.0.1"}, Ports: []v1.ServicePort{{Port: 80}},
-	}}
+	svc := makeService(externalIPs("127.0.0.1"))
 	want := "Service ns/a: spec.externalIPs[0]: 127.0.0.1 is a loopback address; this external IP is not proxied"
 	if got := apply(svc); !slices.Equal(got, []string{want}) {
 		t.Errorf("at first: %q", got)

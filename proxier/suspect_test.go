@@ -1,36 +1,20 @@
 package proxier
 
 import (
-	"context"
-	"log/slog"
 	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
-
-	"nodeproxy/plan"
 )
 
 // compare runs a Proxier whose syncs take as long as r says, and returns how many compared everything while do ran.
 func compare(t *testing.T, r *recorder, every time.Duration, do func(p *Proxier)) (all int) {
 	t.Helper()
-	synctest.Test(t, func(t *testing.T) {
-		r.start = time.Now()
-		p := New(Config{NodeName: "me", Families: plan.Families[:], Backend: r, CompareEvery: every,
-			Log: slog.New(slog.DiscardHandler)})
-		ctx, cancel := context.WithCancel(t.Context())
-		ended := make(chan struct{})
-		go func() {
-			p.Run(ctx)
-			close(ended)
-		}()
+	runWith(t, r, Config{CompareEvery: every}, func(p *Proxier) {
 		p.Apply(batch("a", 1, true))
 		time.Sleep(r.takes + time.Millisecond)
 		synctest.Wait()
 		do(p)
-		synctest.Wait()
-		cancel()
-		<-ended
 	})
 	r.calls = r.calls[1:] // without the first sync
 	for _, c := range r.calls {

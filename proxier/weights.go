@@ -13,11 +13,11 @@ import (
 const mostWrongWeights = 5
 
 // setWeights sets the weights of a slice's endpoints from its annotation, a comma-separated list of ADDRESS=WEIGHT.
-func setWeights(text string, endpoints []topology.Endpoint, f *findings) {
+func setWeights(text string, endpoints []topology.Endpoint, f *source.Findings) {
 	wrong := 0
 	problem := func(detail string, args ...any) {
 		if wrong++; wrong <= mostWrongWeights {
-			f.problem(annotationField(source.AnnotationWeights), "this weight is ignored", detail, args...)
+			f.Problem(annotationField(source.AnnotationWeights), "this weight is ignored", detail, args...)
 		}
 	}
 	index := make(map[netip.Addr][]int, len(endpoints))
@@ -47,6 +47,6 @@ func setWeights(text string, endpoints []topology.Endpoint, f *findings) {
 		}
 	}
 	if wrong > mostWrongWeights {
-		f.problem(annotationField(source.AnnotationWeights), "they are ignored", "%d more parts are wrong", wrong-mostWrongWeights)
+		f.Problem(annotationField(source.AnnotationWeights), "they are ignored", "%d more parts are wrong", wrong-mostWrongWeights)
 	}
 }

@@ -6,10 +6,8 @@ import (
 	"strings"
 	"testing"
 
-	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
 
 	"nodeproxy/plan"
 	"nodeproxy/source"
@@ -18,7 +16,7 @@ import (
 func weighted(family discovery.AddressType, weights string, ips ...string) *discovery.EndpointSlice {
 	es := &discovery.EndpointSlice{ObjectMeta: metav1.ObjectMeta{Namespace: "ns", Name: "a-1",
 		Labels: map[string]string{discovery.LabelServiceName: "a"}, Annotations: map[string]string{source.AnnotationWeights: weights}},
-		AddressType: family, Ports: []discovery.EndpointPort{{Port: ptr[int32](8080)}}}
+		AddressType: family, Ports: []discovery.EndpointPort{{Port: new(int32(8080))}}}
 	for _, ip := range ips {
 		es.Endpoints = append(es.Endpoints, discovery.Endpoint{Addresses: []string{ip}})
 	}
@@ -29,7 +27,7 @@ func TestWeights(t *testing.T) {
 	t.Parallel()
 	const a, b = "10.244.1.5", "10.244.2.7"
 	wrong := func(text string) string {
-		return "EndpointSlice ns/a-1: metadata.annotations[nodeproxy.io/weights]: " + text + "; this weight is ignored"
+		return "problem: EndpointSlice ns/a-1: metadata.annotations[nodeproxy.io/weights]: " + text + "; this weight is ignored"
 	}
 	for _, c := range []struct {
 		text  string
@@ -49,12 +47,8 @@ func TestWeights(t *testing.T) {
 		{"10.244.1.5=2,10.244.1.5=3", []uint16{2, 0}, []string{wrong(`"10.244.1.5=3": the address has a weight already, 2`)}},
 	} {
 		got, found := readSlice(weighted(discovery.AddressTypeIPv4, c.text, a, b))
-		var said []string
-		for _, f := range found {
-			said = append(said, f.String())
-		}
-		if weights := []uint16{got.endpoints[0].weight, got.endpoints[1].weight}; !slices.Equal(weights, c.want) || !slices.Equal(said, c.found) {
-			t.Errorf("%q: weights %d, found %q, want %d, %q", c.text, weights, said, c.want, c.found)
+		if weights := []uint16{got.endpoints[0].weight, got.endpoints[1].weight}; !slices.Equal(weights, c.want) || !slices.Equal(said(found), c.found) {
+			t.Errorf("%q: weights %d, found %q, want %d, %q", c.text, weights, said(found), c.want, c.found)
 		}
 	}
 	v6, found := readSlice(weighted(discovery.AddressTypeIPv6, "fd00:0::5=4", "fd00::5"))
@@ -72,13 +66,9 @@ func TestWeights(t *testing.T) {
 func TestWeightsReachThePlan(t *testing.T) {
 	t.Parallel()
 	s := newTestState(nil)
-	name := types.NamespacedName{Namespace: "ns", Name: "a"}
-	sliceName := types.NamespacedName{Namespace: "ns", Name: "a-1"}
-	svc := &v1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "ns", Name: "a"},
-		Spec: v1.ServiceSpec{ClusterIP: "10.96.0.1", Ports: []v1.ServicePort{{Port: 80}}}}
 	apply := func(weights string) (string, plan.Change) {
-		s.Apply(source.Batch{Services: map[types.NamespacedName]*v1.Service{name: svc}, EndpointSlices: map[types.NamespacedName]*discovery.EndpointSlice{
-			sliceName: weighted(discovery.AddressTypeIPv4, weights, "10.244.1.5", "10.244.2.7")}})
+		s.Apply(ofService(makeService()))
+		s.Apply(ofSlice(weighted(discovery.AddressTypeIPv4, weights, "10.244.1.5", "10.244.2.7")))
 		p, change := s.Update()
 		out := ""
 		for _, ep := range p.Services[plan.Key{Service: plan.Service{Namespace: "ns", Name: "a"}, Protocol: plan.TCP, Family: plan.IPv4}].Cluster {

@@ -7,6 +7,8 @@ import (
 	"strings"
 
 	v1 "k8s.io/api/core/v1"
+	discovery "k8s.io/api/discovery/v1"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // LabelProxyName is the label of a Service that gives it to another proxy, whatever its value.
@@ -24,6 +26,14 @@ func NotProxied(svc *v1.Service) (field, why string) {
 		return "metadata.labels[" + LabelProxyName + "]", fmt.Sprintf("the label gives the Service to the proxy %.63q", proxy)
 	}
 	return "", ""
+}
+
+// ServiceOf returns the Service that an EndpointSlice belongs to; false if it belongs to none, or to a headless one, which the
+// presence of a label says, whatever its value.
+func ServiceOf(es *discovery.EndpointSlice) (types.NamespacedName, bool) {
+	name := es.Labels[discovery.LabelServiceName]
+	_, headless := es.Labels[v1.IsHeadlessService]
+	return types.NamespacedName{Namespace: es.Namespace, Name: name}, name != "" && !headless
 }
 
 // ProxyProtocol returns the annotation by which a Service has its load balancer put a PROXY header (HAProxy's PROXY protocol) before what it passes on; ""

@@ -4,6 +4,7 @@ package source
 
 import (
 	"context"
+	"fmt"
 	"maps"
 	"time"
 
@@ -174,3 +175,24 @@ func (f Finding) String() string {
 
 // Report receives findings, each once.
 type Report func(Finding)
+
+// Findings collects what there is to say of an object.
+type Findings struct {
+	Object string
+	List   []Finding
+}
+
+// Problem adds a fault, and returns it for more to be said of it until the next one is added.
+func (f *Findings) Problem(field, effect, detail string, args ...any) *Finding {
+	f.List = append(f.List, Finding{
+		Severity: Problem, Object: f.Object, Field: field, Detail: fmt.Sprintf(detail, args...), Effect: effect,
+	})
+	return &f.List[len(f.List)-1]
+}
+
+// Note adds a limit that is there by design.
+func (f *Findings) Note(field, effect, detail string, args ...any) *Finding {
+	added := f.Problem(field, effect, detail, args...)
+	added.Severity = Note
+	return added
+}

@@ -44,13 +44,7 @@ func earlyFlows(a addressesOf) states {
 		entry{Dst: a.loopback + ":30080", State: sent}, // no node port answers there
 		entry{Dst: a.two + ":8443", State: sent},       // a frontend without endpoints
 	)
-	for _, list := range [][]entry{s.goes, s.stay} {
-		for i := range list {
-			list[i].Protocol = protoTCP
-		}
-	}
-	s.goes, s.stay = fromPort(a.client, s.goes, 1000), fromPort(a.client, s.stay, 2000)
-	return s
+	return states{fromPort(protoTCP, a.client, s.stay, 2000), fromPort(protoTCP, a.client, s.goes, 1000)}
 }
 
 func webService(a addressesOf, endpoints ...string) *plan.ServicePort {
@@ -69,16 +63,12 @@ func TestEarlyConnections(t *testing.T) {
 		for what, begin := range map[string]func(*Reconciler, *plan.Plan){
 			"a new Service": func(r *Reconciler, p *plan.Plan) {
 				r.Update(p, plan.Everything())
-				web := webService(a, a.one+":5353")
-				p.Set(web)
-				r.Update(p, plan.Only(plan.Keys{web.Key: {}}))
+				set(r, p, webService(a, a.one+":5353"))
 			},
 			"first endpoint": func(r *Reconciler, p *plan.Plan) {
 				p.Set(webService(a))
 				r.Update(p, plan.Everything())
-				web := webService(a, a.one+":5353")
-				p.Set(web)
-				r.Update(p, plan.Only(plan.Keys{web.Key: {}}))
+				set(r, p, webService(a, a.one+":5353"))
 			},
 			"a start": func(r *Reconciler, p *plan.Plan) {
 				p.Set(webService(a, a.one+":5353"))
@@ -112,23 +102,53 @@ func TestEarlyConnections(t *testing.T) {
 // address comes first.
 func TestEarlyConnectionWhoseServiceGoes(t *testing.T) {
 	t.Parallel()
-	x := newIndex(nil, false)
-	one := service("one", plan.TCP, "10.96.0.10:80", "10.244.1.1:80")
-	x.early.set(one.Key, one)
-	at := frontendsOf(one)[0]
+	x := newIndex(&Config{})
+	one, two := service("one", plan.TCP, "10.96.0.10:80", "10.244.1.1:80"), service("two", plan.TCP, "10.96.0.10:80", "10.244.1.1:80")
+	x.set(one.Key, one)
 	f := conntrack.Flow{Family: plan.IPv4, Protocol: protoTCP, SynSent: true, Dst: netip.MustParseAddrPort("10.96.0.10:80"),
 		From: netip.MustParseAddrPort("10.96.0.10:80")}
-	two := service("two", plan.TCP, "10.96.0.10:80", "10.244.1.1:80")
-	if opened := x.early.set(two.Key, two); len(opened) != 1 {
-		t.Errorf("a frontend changes hands: opened %v", opened)
+	if todo, _ := x.set(two.Key, two); len(todo.opened) != 1 {
+		t.Errorf("a frontend changes hands: opened %v", todo.opened)
 	}
-	x.early.set(one.Key, nil)
-	if x.early.owners[at] != two || !x.tooEarly(&f, nil) {
+	x.set(one.Key, nil)
+	if x.live[frontendsOf(one)[0]] != two || !x.stale(&f, nil, false) {
 		t.Error("the Service that has lost an address takes it from the one that has it")
 	}
-	x.early.set(two.Key, nil)
-	if x.tooEarly(&f, nil) || len(x.early.owners) > 0 || x.early.ports.Len() > 0 {
-		t.Errorf("%v is left of Services that are gone", x.early)
+	x.set(two.Key, nil)
+	if x.stale(&f, nil, false) || len(x.live) > 0 || x.ports.Len() > 0 {
+		t.Errorf("%v is left of Services that are gone", x.live)
+	}
+}
+
+// TestOwnAddressBeforeNodePort: where an external IP is an address of the node, and the port the number of a node port, its Service gets
+// the packets, with and without endpoints; so it alone decides about their flows.
+func TestOwnAddressBeforeNodePort(t *testing.T) {
+	t.Parallel()
+	for family, a := range byFamily {
+		t.Run(family.String(), func(t *testing.T) {
+			t.Parallel()
+			nstest.Run(t, func() {
+				nodeAddresses(t)
+				web := webService(a, a.one+":5353")
+				other := func(endpoints ...string) *plan.ServicePort {
+					sp := service("other", plan.TCP, a.node+":30080", endpoints...)
+					sp.Frontends[0].Kind = plan.ExternalIP
+					return sp
+				}
+				r, p := reconciling(func(c *Config) {
+					c.ResetTCP = func(sp *plan.ServicePort) bool { return sp.Key == web.Key }
+				}, web, other(a.two+":80"))
+				open := entry{Dst: a.node + ":30080", From: a.two + ":80", State: tcpEstablished, Replied: true}
+				begun := entry{Dst: a.node + ":30080", State: tcpSynSent}
+				states{
+					stay: fromPort(protoTCP, a.client, []entry{open}, 1000),
+					goes: fromPort(protoTCP, a.client, []entry{begun}, 2000),
+				}.run(t, r)
+				set(r, p, other())
+				r.work.all = true
+				states{stay: fromPort(protoTCP, a.client, []entry{open, begun}, 3000)}.run(t, r)
+			})
+		})
 	}
 }
 
@@ -139,8 +159,8 @@ func TestEarlyScale(t *testing.T) {
 		most := readNumber(t, "nf_conntrack_max")
 		n := min(100_000, most/4*3)
 		fill(t, entry{Protocol: protoTCP, Dst: "203.0.113.5:443", State: tcpEstablished, Replied: true}, n)
-		early := fromPort("10.244.1.9", []entry{
-			{Protocol: protoTCP, Dst: "10.97.1.7:80", State: tcpSynSent}, {Protocol: protoTCP, Dst: "10.97.3.230:80", State: tcpSynSent},
+		early := fromPort(protoTCP, "10.244.1.9", []entry{
+			{Dst: "10.97.1.7:80", State: tcpSynSent}, {Dst: "10.97.3.230:80", State: tcpSynSent},
 		}, 1)
 		conntracktest.Inject(t, early...)
 		var sweeps []Sweep
@@ -151,14 +171,12 @@ func TestEarlyScale(t *testing.T) {
 		p := plan.New(plan.Node{}, plan.Settings{})
 		r.Update(p, plan.Everything())
 		mustPass(t, r)
-		changed := plan.Keys{}
+		var list []*plan.ServicePort
 		for i := range 1000 {
-			sp := service(fmt.Sprint("s", i), plan.TCP, fmt.Sprintf("10.97.%d.%d:80", i>>8, i&255), "10.244.1.1:80")
-			p.Set(sp)
-			changed.Add(sp.Key)
+			list = append(list, service(fmt.Sprint("s", i), plan.TCP, fmt.Sprintf("10.97.%d.%d:80", i>>8, i&255), "10.244.1.1:80"))
 		}
 		begin := time.Now()
-		r.Update(p, plan.Only(changed))
+		set(r, p, list...)
 		noted := time.Since(begin)
 		mustPass(t, r)
 		t.Logf("%d connections, 1,000 new Services: noted in %v, looked for in %v", count(t), noted, time.Since(begin)-noted)
@@ -166,9 +184,7 @@ func TestEarlyScale(t *testing.T) {
 			t.Errorf("swept %+v, want one sweep that deletes 2", sweeps)
 		}
 		wantPresent(t, early)
-		sp := service("s7", plan.TCP, "10.97.0.7:80", "10.244.1.2:80")
-		p.Set(sp)
-		r.Update(p, plan.Only(plan.Keys{sp.Key: {}}))
+		set(r, p, service("s7", plan.TCP, "10.97.0.7:80", "10.244.1.2:80"))
 		if mustPass(t, r); len(sweeps) != 1 {
 			t.Errorf("a change of endpoints: swept %+v", sweeps[1:])
 		}

@@ -10,22 +10,19 @@ import (
 
 // staleFlows are n flows to a Service whose endpoint is another one by now.
 func staleFlows(n int) []entry {
-	e := entry{Protocol: protoUDP, Dst: "10.96.0.10:53", From: "10.244.2.2:5353"}
-	return fromPort("10.244.1.9", slices.Repeat([]entry{e}, n), 1)
+	e := entry{Dst: "10.96.0.10:53", From: "10.244.2.2:5353"}
+	return fromPort(protoUDP, "10.244.1.9", slices.Repeat([]entry{e}, n), 1)
 }
 
 // fakeReconciler knows a UDP Service at 10.96.0.10:53, on a machine without addresses.
 func fakeReconciler(k *conntracktest.Kernel, change func(*Config)) (*Reconciler, *plan.Plan) {
-	r := newReconciler(func(c *Config) {
+	r, p := reconciling(func(c *Config) {
 		c.Families = []plan.Family{plan.IPv4}
 		if change != nil {
 			change(c)
 		}
-	})
+	}, service("dns", plan.UDP, "10.96.0.10:53", "10.244.1.1:5353"))
 	r.table.Dial = k.Dial
 	r.local = func(plan.Family) (*host.Local, error) { return &host.Local{}, nil }
-	p := plan.New(plan.Node{}, plan.Settings{})
-	p.Set(service("dns", plan.UDP, "10.96.0.10:53", "10.244.1.1:5353"))
-	r.Update(p, plan.Everything())
 	return r, p
 }

@@ -76,15 +76,6 @@ func TestWhatIsRead(t *testing.T) {
 		t.Errorf("observed %+v", observed)
 	}
 	k.Dumps = nil
-	sync := func(sps ...*plan.ServicePort) {
-		changed := plan.Keys{}
-		for _, sp := range sps {
-			p.Set(sp)
-			changed.Add(sp.Key)
-		}
-		r.Update(p, plan.Only(changed))
-		mustPass(t, r)
-	}
 	one, two, other := "10.244.1.1:5353", "10.244.2.2:5353", "10.96.0.20:53"
 	for _, step := range []struct {
 		what string
@@ -110,7 +101,8 @@ func TestWhatIsRead(t *testing.T) {
 		{"SCTP", []*plan.ServicePort{service("tel", plan.SCTP, other, one)}, []string{"132 10.96.0.20 :53"}},
 	} {
 		k.Dumps = nil
-		sync(step.sync...)
+		set(r, p, step.sync...)
+		mustPass(t, r)
 		if !slices.Equal(k.Dumps, step.want) {
 			t.Errorf("%s: dumps %q, want %q", step.what, k.Dumps, step.want)
 		}
@@ -130,7 +122,8 @@ func TestWhatIsRead(t *testing.T) {
 	for i := range mostNoted + 1 {
 		thousand = append(thousand, service(fmt.Sprint("many", i), plan.TCP, fmt.Sprintf("10.97.%d.%d:80", i>>8, i&255), one))
 	}
-	if sync(thousand...); !slices.Equal(k.Dumps, []string{"6 early"}) {
+	set(r, p, thousand...)
+	if mustPass(t, r); !slices.Equal(k.Dumps, []string{"6 early"}) {
 		t.Errorf("many TCP ports: dumps %q", k.Dumps)
 	}
 	r.mu.Lock()
@@ -168,9 +161,7 @@ func TestStrayAnswersRead(t *testing.T) {
 		{"all are back", []string{one, two, three}, []string{"17 from :5353"}},
 	} {
 		k.Dumps = nil
-		sp := service("dns", plan.UDP, "10.96.0.10:53", step.endpoints...)
-		p.Set(sp)
-		r.Update(p, plan.Only(plan.Keys{sp.Key: {}}))
+		set(r, p, service("dns", plan.UDP, "10.96.0.10:53", step.endpoints...))
 		mustPass(t, r)
 		if !slices.Equal(k.Dumps, step.want) {
 			t.Errorf("%s: dumps %q, want %q", step.what, k.Dumps, step.want)
@@ -183,14 +174,9 @@ func TestLooksAgain(t *testing.T) {
 	k := &conntracktest.Kernel{}
 	r, p := fakeReconciler(k, func(c *Config) { c.StrayAnswers, c.Period = true, time.Hour })
 	r.again = []time.Duration{20 * time.Millisecond, 30 * time.Millisecond, 40 * time.Millisecond}
-	ctx, cancel := context.WithCancel(t.Context())
-	ended := make(chan struct{})
-	go func() { r.Run(ctx); close(ended) }()
-	defer func() { cancel(); <-ended }()
+	running(t, r)
 	use := func(endpoints ...string) {
-		sp := service("dns", plan.UDP, "10.96.0.10:53", endpoints...)
-		p.Set(sp)
-		r.Update(p, plan.Only(plan.Keys{sp.Key: {}}))
+		set(r, p, service("dns", plan.UDP, "10.96.0.10:53", endpoints...))
 	}
 	looks := func() (n int) {
 		for _, d := range k.Dumps {
@@ -222,11 +208,8 @@ func TestLooksAgain(t *testing.T) {
 // TestNothingUDP: without anything to look for, nothing is read.
 func TestNothingUDP(t *testing.T) {
 	k := &conntracktest.Kernel{}
-	p := plan.New(plan.Node{}, plan.Settings{})
-	p.Set(service("web", plan.TCP, "10.96.0.10:80"))
-	r := newReconciler(func(c *Config) { c.Families = []plan.Family{plan.IPv4} })
+	r, _ := reconciling(func(c *Config) { c.Families = []plan.Family{plan.IPv4} }, service("web", plan.TCP, "10.96.0.10:80"))
 	r.table.Dial = k.Dial
-	r.Update(p, plan.Everything())
 	mustPass(t, r)
 	if len(k.Dumps) != 0 || !r.started {
 		t.Errorf("dumps %q", k.Dumps)
@@ -245,7 +228,7 @@ func TestWhileRulesChange(t *testing.T) {
 	r, p := fakeReconciler(k, nil)
 	sp := service("dns", plan.UDP, "10.96.0.10:53", "10.244.2.2:5353")
 	p.Set(sp)
-	old := fromPort("10.244.1.9", []entry{{Protocol: protoUDP, Dst: "10.96.0.10:53", From: "10.244.1.1:5353"}}, 100)
+	old := fromPort(protoUDP, "10.244.1.9", []entry{{Dst: "10.96.0.10:53", From: "10.244.1.1:5353"}}, 100)
 	err := r.After(syncFunc(func() error {
 		mustPass(t, r)
 		k.Flows = append(k.Flows, old...)
@@ -323,12 +306,10 @@ func TestRulesNotTaken(t *testing.T) {
 func TestTCPSync(t *testing.T) {
 	k := &conntracktest.Kernel{}
 	r, p := fakeReconciler(k, nil)
-	web := service("web", plan.TCP, "10.96.0.10:80", "10.244.1.1:80")
-	p.Set(web)
-	r.Update(p, plan.Only(plan.Keys{web.Key: {}}))
+	set(r, p, service("web", plan.TCP, "10.96.0.10:80", "10.244.1.1:80"))
 	mustPass(t, r)
 	k.Dumps = nil
-	web = service("web", plan.TCP, "10.96.0.10:80", "10.244.1.2:80")
+	web := service("web", plan.TCP, "10.96.0.10:80", "10.244.1.2:80")
 	p.Set(web)
 	err := r.After(syncFunc(func() error {
 		if !r.settled {
@@ -383,7 +364,7 @@ func TestRunAtOnce(t *testing.T) {
 	running(t, r)
 	k.Wait(t, "first pass", func() bool { return len(k.Dumps) == 1 })
 	k.Lock()
-	k.Flows = fromPort("10.244.1.9", []entry{{Protocol: protoUDP, Dst: "10.96.0.10:53", From: "10.244.1.1:5353"}}, 1)
+	k.Flows = fromPort(protoUDP, "10.244.1.9", []entry{{Dst: "10.96.0.10:53", From: "10.244.1.1:5353"}}, 1)
 	k.Unlock()
 	sp := service("dns", plan.UDP, "10.96.0.10:53", "10.244.2.2:5353")
 	p.Set(sp)

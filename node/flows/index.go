@@ -33,26 +33,11 @@ func anyAddr(f plan.Family) netip.Addr {
 	return netip.IPv6Unspecified()
 }
 
-// target is a ServicePort as flows see it.
-type target struct {
-	frontends []frontend
-	// allowed are the endpoints whose flows stay, in order.
-	allowed []netip.AddrPort
-}
-
-func newTarget(sp *plan.ServicePort) *target {
-	t := &target{frontends: frontendsOf(sp)}
-	if sp.Key.Protocol == plan.TCP {
-		t.allowed = listed(sp)
-	} else {
-		t.allowed = serving(sp)
+// frontendsOf returns the frontends of a ServicePort, as flows see them; none if it is nil.
+func frontendsOf(sp *plan.ServicePort) (out []frontend) {
+	if sp == nil {
+		return nil
 	}
-	return t
-}
-
-// frontendsOf returns the frontends of a ServicePort, as flows see them.
-func frontendsOf(sp *plan.ServicePort) []frontend {
-	var out []frontend
 	for _, f := range sp.Frontends {
 		switch {
 		case f.Kind == plan.HealthCheckNodePort: // the node itself answers there
@@ -65,54 +50,9 @@ func frontendsOf(sp *plan.ServicePort) []frontend {
 	return out
 }
 
-// serving returns the endpoints that are in use, or would answer if they were.
-func serving(sp *plan.ServicePort) []netip.AddrPort {
-	var yes, no []netip.AddrPort
-	for _, ep := range sp.All() {
-		yes = append(yes, ep.Addr)
-	}
-	for _, x := range sp.Excluded {
-		switch x.Reason {
-		case plan.NotReady, plan.TerminatingStopped:
-			no = append(no, x.Addr)
-		default:
-			yes = append(yes, x.Addr)
-		}
-	}
-	// One policy may leave out an endpoint for its place, and another because it does not serve.
-	slices.SortFunc(no, netip.AddrPort.Compare)
-	yes = slices.DeleteFunc(yes, func(a netip.AddrPort) bool { return contains(no, a) })
-	return sortedSet(yes)
-}
-
-// listed returns all endpoints, whatever their condition.
-func listed(sp *plan.ServicePort) []netip.AddrPort {
-	var out []netip.AddrPort
-	for _, ep := range sp.All() {
-		out = append(out, ep.Addr)
-	}
-	for _, x := range sp.Excluded {
-		out = append(out, x.Addr)
-	}
-	return sortedSet(out)
-}
-
-func sortedSet(list []netip.AddrPort) []netip.AddrPort {
-	slices.SortFunc(list, netip.AddrPort.Compare)
-	return slices.Clip(slices.Compact(list))
-}
-
 func contains(sorted []netip.AddrPort, a netip.AddrPort) bool {
 	_, found := slices.BinarySearchFunc(sorted, a, netip.AddrPort.Compare)
 	return found
-}
-
-// mayStrand reports whether a change from old to t can make flows stale. It can't if endpoints are only added.
-func (t *target) mayStrand(old *target) bool {
-	if !slices.Equal(t.frontends, old.frontends) || len(old.allowed) == 0 {
-		return true
-	}
-	return slices.ContainsFunc(old.allowed, func(a netip.AddrPort) bool { return !contains(t.allowed, a) })
 }
 
 // passesAfterEnd is the number of full passes that look for flows to a frontend after it is removed, or of an endpoint after it
@@ -124,9 +64,13 @@ type index struct {
 	settings plan.Settings
 	node     plan.Node
 	ranges   []netip.Prefix // where cluster IPs are
-	targets  map[plan.Key]*target
-	live     map[frontend]plan.Key
-	early    early
+	resetTCP func(*plan.ServicePort) bool
+	ports    *plan.Ports
+	live     map[frontend]*plan.ServicePort
+	// allowed are the endpoints whose flows stay, in order, of each ServicePort whose translated flows are judged at all.
+	allowed map[plan.Key][]netip.AddrPort
+	// early is set while the next full pass is to look for TCP connections that began before their frontend led to endpoints.
+	early bool
 	// gone are frontends that were removed, each with the number of full passes that will still look for it.
 	gone map[frontend]int
 	// strays is set where stray answers are looked for. left are the UDP endpoints that lost flows, whose stray answers may still
@@ -135,69 +79,115 @@ type index struct {
 	left   map[netip.AddrPort]int
 }
 
-func newIndex(ranges []netip.Prefix, strays bool) *index {
-	return &index{ranges: ranges, targets: map[plan.Key]*target{}, live: map[frontend]plan.Key{}, early: newEarly(), gone: map[frontend]int{},
-		strays: strays, left: map[netip.AddrPort]int{}}
+func newIndex(cfg *Config) *index {
+	return &index{
+		ranges: cfg.ServiceCIDRs, resetTCP: cfg.ResetTCP, ports: plan.NewPorts(), live: map[frontend]*plan.ServicePort{},
+		allowed: map[plan.Key][]netip.AddrPort{}, gone: map[frontend]int{}, strays: cfg.StrayAnswers, left: map[netip.AddrPort]int{},
+	}
 }
 
-// set replaces the ServicePort with this key; nil removes it. It returns the frontends whose flows may be stale now.
-func (x *index) set(key plan.Key, sp *plan.ServicePort) work {
-	old := x.targets[key]
-	if old == nil && sp == nil { // as for most TCP ports
-		return work{}
+// expect makes room for n ServicePorts. Nothing is written to the kernel before all of a large first plan are recorded, so that it matters how
+// long that takes.
+func (x *index) expect(n int) {
+	if len(x.live) == 0 {
+		x.live = make(map[frontend]*plan.ServicePort, n)
 	}
-	var now *target
+}
+
+// judge returns the endpoints whose flows stay, in order; false if flows to a ServicePort are not judged by their endpoint. Those of TCP
+// stay with any endpoint that is listed, and others with those that are in use, or would answer if they were.
+func (x *index) judge(sp *plan.ServicePort) (allowed []netip.AddrPort, judged bool) {
+	tcp := sp != nil && sp.Key.Protocol == plan.TCP
+	if sp == nil || tcp && (x.resetTCP == nil || !x.resetTCP(sp)) {
+		return nil, false
+	}
+	for _, ep := range sp.All() {
+		allowed = append(allowed, ep.Addr)
+	}
+	var stopped []netip.AddrPort
+	for _, e := range sp.Excluded {
+		if !tcp && (e.Reason == plan.NotReady || e.Reason == plan.TerminatingStopped) {
+			stopped = append(stopped, e.Addr)
+		} else {
+			allowed = append(allowed, e.Addr)
+		}
+	}
+	// One policy may leave out an endpoint for its place, and another because it does not serve.
+	slices.SortFunc(stopped, netip.AddrPort.Compare)
+	allowed = slices.DeleteFunc(allowed, func(a netip.AddrPort) bool { return contains(stopped, a) })
+	slices.SortFunc(allowed, netip.AddrPort.Compare)
+	return slices.Clip(slices.Compact(allowed)), true
+}
+
+// set replaces the ServicePort with this key; nil removes it. It returns the frontends whose flows may be stale now, and whether the
+// change concerns flows at all. That of a TCP port's endpoints does not, as a rule.
+func (x *index) set(key plan.Key, sp *plan.ServicePort) (todo work, concerned bool) {
+	old := x.ports.Get(key)
+	was, wasJudged := x.allowed[key]
+	now, judged := x.judge(sp)
+	if judged {
+		x.allowed[key] = now
+	} else if wasJudged {
+		delete(x.allowed, key)
+	}
 	if sp != nil {
-		now = newTarget(sp)
+		x.ports.Put(sp)
+	} else {
+		x.ports.Delete(key)
 	}
-	todo := work{frontends: map[frontend]struct{}{}, returned: x.moved(key, old, now)}
-	if old != nil && now != nil && !now.mayStrand(old) {
-		x.targets[key] = now
-		return todo
-	}
-	if old != nil {
-		for _, f := range old.frontends {
-			if x.live[f] != key {
+	todo.returned = x.moved(key, was, now)
+	same := old != nil && sp != nil && slices.Equal(old.Frontends, sp.Frontends)
+	led := map[frontend]bool{} // to endpoints, before
+	if !same {
+		for _, f := range frontendsOf(old) {
+			led[f] = old.Any
+			if x.live[f] != old {
 				continue // by now it is another ServicePort's
 			}
 			delete(x.live, f)
 			if f.protocol != protoTCP {
 				x.gone[f] = passesAfterEnd
-				todo.frontends[f] = struct{}{}
+				todo.frontends = with(todo.frontends, f)
 			}
 		}
 	}
-	if now == nil {
-		delete(x.targets, key)
-		return todo
-	}
-	x.targets[key] = now
-	for _, f := range now.frontends {
-		x.live[f] = key
+	// No flow is stranded if endpoints are only added.
+	strands := judged && (!same || len(was) == 0 || slices.ContainsFunc(was, func(a netip.AddrPort) bool { return !contains(now, a) }))
+	for _, f := range frontendsOf(sp) {
+		x.live[f] = sp
 		delete(x.gone, f)
-		todo.frontends[f] = struct{}{}
+		if strands {
+			todo.frontends = with(todo.frontends, f)
+		}
+		if f.protocol == protoTCP && sp.Any && !led[f] && !(same && old.Any) {
+			todo.opened = with(todo.opened, f)
+			x.early = true
+		}
 	}
-	return todo
+	return todo, judged || wasJudged || len(todo.opened) > 0
 }
 
-// moved records which endpoints lose flows by a change of a ServicePort, and returns those that are back.
-func (x *index) moved(key plan.Key, old, now *target) map[netip.AddrPort]struct{} {
-	back := map[netip.AddrPort]struct{}{}
-	if !x.strays || key.Protocol != plan.UDP {
-		return back
+func with[T comparable](set map[T]struct{}, value T) map[T]struct{} {
+	if set == nil {
+		set = map[T]struct{}{}
 	}
-	if now != nil {
-		for _, a := range now.allowed {
-			if _, was := x.left[a]; was && !(old != nil && contains(old.allowed, a)) {
-				back[a] = struct{}{}
-			}
+	set[value] = struct{}{}
+	return set
+}
+
+// moved records which UDP endpoints lose flows by a change of a ServicePort, and returns those that are back.
+func (x *index) moved(key plan.Key, was, now []netip.AddrPort) (back map[netip.AddrPort]struct{}) {
+	if !x.strays || key.Protocol != plan.UDP {
+		return nil
+	}
+	for _, a := range now {
+		if _, left := x.left[a]; left && !contains(was, a) {
+			back = with(back, a)
 		}
 	}
-	if old != nil {
-		for _, a := range old.allowed {
-			if now == nil || !contains(now.allowed, a) {
-				x.left[a] = passesAfterEnd
-			}
+	for _, a := range was {
+		if !contains(now, a) {
+			x.left[a] = passesAfterEnd
 		}
 	}
 	return back
@@ -209,22 +199,27 @@ func (x *index) stale(f *conntrack.Flow, own *host.Local, unknown bool) bool {
 	if f.Zoned {
 		return false
 	}
-	if x.tooEarly(f, own) {
-		return true
-	}
 	if _, left := x.left[f.Src]; left && f.Protocol == protoUDP && f.OneWay() {
 		return true
 	}
 	at := frontend{f.Dst.Addr(), f.Protocol, f.Dst.Port()}
 	port := frontend{anyAddr(f.Family), f.Protocol, f.Dst.Port()}
-	if key, ok := x.live[at]; ok {
-		return x.stranded(f, key)
-	}
+	sp := x.live[at]
 	_, was := x.gone[at]
-	if key, ok := x.live[port]; ok && x.answers(own, at.addr) {
-		return x.stranded(f, key)
+	if sp == nil {
+		if sp = x.live[port]; sp != nil && !x.answers(own, at.addr) {
+			sp = nil
+		}
 	}
-	if !f.Translated() || f.Protocol == protoTCP {
+	switch {
+	case sp != nil && f.Protocol == protoTCP && !f.Translated():
+		// It never was a connection to the Service. If it waits for its first answer, it began before the frontend led to endpoints,
+		// and removing it loses nothing: the client's next SYN begins a new one.
+		return sp.Any && f.SynSent && !f.Replied
+	case sp != nil:
+		allowed, judged := x.allowed[sp.Key]
+		return judged && !contains(allowed, f.From)
+	case !f.Translated() || f.Protocol == protoTCP:
 		return false
 	}
 	if !was {
@@ -234,18 +229,9 @@ func (x *index) stale(f *conntrack.Flow, own *host.Local, unknown bool) bool {
 	return was || unknown && slices.ContainsFunc(x.ranges, func(r netip.Prefix) bool { return r.Contains(at.addr) })
 }
 
-// stranded reports whether a flow to a frontend of this ServicePort goes to a wrong destination. A TCP connection that was not
-// translated never was one to the Service.
-func (x *index) stranded(f *conntrack.Flow, key plan.Key) bool {
-	if f.Protocol == protoTCP && !f.Translated() {
-		return false
-	}
-	return !contains(x.targets[key].allowed, f.From)
-}
-
 // watched reports whether flows of a family and protocol matter at all.
 func (x *index) watched(f plan.Family, protocol uint8) bool {
-	for key := range x.targets {
+	for key := range x.allowed {
 		if key.Family == f && netlink.Protocol(key.Protocol) == protocol {
 			return true
 		}

@@ -36,12 +36,32 @@ func newReconciler(change func(*Config)) *Reconciler {
 	return New(cfg)
 }
 
+// reconciling returns a Reconciler of a plan of these ServicePorts, and the plan.
+func reconciling(change func(*Config), list ...*plan.ServicePort) (*Reconciler, *plan.Plan) {
+	r, p := newReconciler(change), plan.New(plan.Node{}, plan.Settings{})
+	for _, sp := range list {
+		p.Set(sp)
+	}
+	r.Update(p, plan.Everything())
+	return r, p
+}
+
 // mustPass does one pass.
 func mustPass(t testing.TB, r *Reconciler) {
 	t.Helper()
 	if _, err := r.pass(t.Context()); err != nil {
 		t.Fatal(err)
 	}
+}
+
+// set puts ServicePorts into a plan, and tells r, for which that is a change.
+func set(r *Reconciler, p *plan.Plan, list ...*plan.ServicePort) {
+	changed := plan.Keys{}
+	for _, sp := range list {
+		p.Set(sp)
+		changed.Add(sp.Key)
+	}
+	r.Update(p, plan.Only(changed))
 }
 
 func sh(t testing.TB, command string) string {

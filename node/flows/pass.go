@@ -104,10 +104,10 @@ func (r *Reconciler) pass(ctx context.Context) (full bool, err error) {
 		r.mu.Unlock()
 		return false, nil
 	}
-	todo, settled, unknown, early := r.work, r.settled, !r.started && !r.partial, r.index.early.due
+	todo, settled, unknown, early := r.work, r.settled, !r.started && !r.partial, r.index.early
 	r.work = work{}
 	if todo.all {
-		r.index.early.due = false
+		r.index.early = false
 	}
 	gone, left := maps.Clone(r.index.gone), maps.Clone(r.index.left)
 	filters := r.filters(todo, early)
@@ -120,7 +120,7 @@ func (r *Reconciler) pass(ctx context.Context) (full bool, err error) {
 	switch {
 	case err != nil || !settled:
 		r.work.add(todo)
-		r.index.early.due = r.index.early.due || early
+		r.index.early = r.index.early || early
 		if err == nil && r.settled {
 			r.poke() // The sync may have ended when no work was left.
 		}

@@ -97,7 +97,7 @@ func New(cfg Config) *Reconciler {
 		cfg.Observe = func(Sweep) {}
 	}
 	return &Reconciler{cfg: cfg, wake: make(chan struct{}, 1), local: host.ReadLocal, again: lookAgainAfter,
-		index: newIndex(cfg.ServiceCIDRs, cfg.StrayAnswers)}
+		index: newIndex(&cfg)}
 }
 
 // Backend makes the kernel's rules equal to a plan, as the proxier's does.
@@ -148,13 +148,8 @@ func (r *Reconciler) begin(p *plan.Plan, change plan.Change) bool {
 		r.updateAll(p)
 	}
 	for key := range change.Keys() {
-		if opened := r.index.early.set(key, p.Services[key]); len(opened) > 0 {
+		if todo, flows := r.index.set(key, p.Services[key]); flows {
 			concerned = true
-			r.work.add(work{opened: opened})
-		}
-		if sp := r.wanted(p.Services[key]); sp != nil || r.index.targets[key] != nil {
-			concerned = true
-			todo := r.index.set(key, sp)
 			r.back.note(todo.returned, r.again)
 			r.work.add(todo)
 		}
@@ -176,33 +171,21 @@ func (r *Reconciler) end(inForce bool) {
 	}
 }
 
-// wanted returns the ServicePort if its flows matter, and nil otherwise.
-func (r *Reconciler) wanted(sp *plan.ServicePort) *plan.ServicePort {
-	if sp == nil || sp.Key.Protocol == plan.TCP && (r.cfg.ResetTCP == nil || !r.cfg.ResetTCP(sp)) {
-		return nil
-	}
-	return sp
-}
-
 func (r *Reconciler) updateAll(p *plan.Plan) {
-	r.index.settings, r.index.node, r.partial = p.Settings, p.Node, p.Partial
-	for key := range r.index.targets {
-		if p.Services[key] == nil {
-			r.index.set(key, nil)
-		}
-	}
-	for _, sp := range slices.Collect(r.index.early.ports.All()) {
+	x := r.index
+	x.settings, x.node, r.partial = p.Settings, p.Node, p.Partial
+	for _, sp := range slices.Collect(x.ports.All()) {
 		if p.Services[sp.Key] == nil {
-			r.index.early.set(sp.Key, nil)
+			x.set(sp.Key, nil)
 		}
 	}
-	r.index.early.expect(len(p.Services))
+	x.expect(len(p.Services))
+	x.early = false
 	for key, sp := range p.Services {
-		r.index.set(key, r.wanted(sp))
-		r.index.early.set(key, sp)
+		x.set(key, sp)
+		// This sync may repair any rule, so any frontend may lead to endpoints only now.
+		x.early = x.early || key.Protocol == plan.TCP && sp.Any
 	}
-	// This sync may repair any rule, so any frontend may lead to endpoints only now.
-	r.index.early.due = len(r.index.early.owners) > 0
 	r.work.add(work{all: true})
 }
 

@@ -34,10 +34,11 @@ func (s states) run(t testing.TB, r *Reconciler) {
 	wantPresent(t, s.all(), want...)
 }
 
-// fromPort numbers the sources of entries, so that each is another flow, and those of masqueraded ones likewise.
-func fromPort(host string, entries []entry, first int) []entry {
+// fromPort makes entries of a protocol, and numbers their sources, so that each is another flow, and those of masqueraded ones likewise.
+func fromPort(protocol uint8, host string, entries []entry, first int) []entry {
 	out := slices.Clone(entries)
 	for i := range out {
+		out[i].Protocol = protocol
 		out[i].Src = fmt.Sprintf("%s:%d", host, first+i)
 		if out[i].To != "" {
 			out[i].To = fmt.Sprintf("%s:%d", out[i].To, first+i)
@@ -58,6 +59,11 @@ var byFamily = map[plan.Family]addressesOf{
 	plan.IPv6: {client: "[fd00:244:1::9]", node: "[fd00:77::1]", other: "[2001:db8::5]", clusterIP: "[fd00:96::10]",
 		unused: "[fd00:96::77]", lb: "[fd00:198::1]", external: "[fd00:192::1]", one: "[fd00:244:1::1]", two: "[fd00:244:2::2]",
 		three: "[fd00:244:3::3]", masquerade: "[fd00:77::1]", loopback: "[::1]", service: "fd00:96::/112"},
+}
+
+// serviceCIDRs configures the range of cluster IPs.
+func serviceCIDRs(a addressesOf) func(*Config) {
+	return func(c *Config) { c.ServiceCIDRs = []netip.Prefix{netip.MustParsePrefix(a.service)} }
 }
 
 func parseAddr(s string) netip.Addr { return netip.MustParseAddrPort(s + ":1").Addr() }
@@ -103,10 +109,7 @@ func TestLiveFrontend(t *testing.T) {
 				t.Parallel()
 				nstest.Run(t, func() {
 					nodeAddresses(t)
-					p := plan.New(plan.Node{}, plan.Settings{})
-					p.Set(full("dns", protocol, a))
-					r := newReconciler(func(c *Config) { c.ServiceCIDRs = []netip.Prefix{netip.MustParsePrefix(a.service)} })
-					r.Update(p, plan.Everything())
+					r, _ := reconciling(serviceCIDRs(a), full("dns", protocol, a))
 					liveFlows(a, netlink.Protocol(protocol)).run(t, r)
 				})
 			})
@@ -151,14 +154,7 @@ func liveFlows(a addressesOf, protocol uint8) states {
 	// Translated, and to the ranges of Services: of one that was deleted before.
 	s.goes = append(s.goes,
 		entry{Dst: a.unused + ":53", From: a.two + ":5353"}, entry{Dst: a.clusterIP + ":54", From: a.two + ":5353"})
-	for i := range s.stay {
-		s.stay[i].Protocol = protocol
-	}
-	for i := range s.goes {
-		s.goes[i].Protocol = protocol
-	}
-	s.stay, s.goes = fromPort(a.client, s.stay, 10000), fromPort(a.client, s.goes, 20000)
-	return s
+	return states{fromPort(protocol, a.client, s.stay, 10000), fromPort(protocol, a.client, s.goes, 20000)}
 }
 
 // TestOtherProtocols: flows of TCP are not touched, whatever happens.
@@ -167,12 +163,8 @@ func TestOtherProtocols(t *testing.T) {
 	nstest.Run(t, func() {
 		nodeAddresses(t)
 		a := byFamily[plan.IPv4]
-		p := plan.New(plan.Node{}, plan.Settings{})
-		p.Set(full("dns", plan.UDP, a))
 		tcp := full("web", plan.TCP, a)
-		p.Set(tcp)
-		r := newReconciler(func(c *Config) { c.ServiceCIDRs = []netip.Prefix{netip.MustParsePrefix(a.service)} })
-		r.Update(p, plan.Everything())
+		r, p := reconciling(serviceCIDRs(a), full("dns", plan.UDP, a), tcp)
 		s := liveFlows(a, protoTCP)
 		s.stay, s.goes = s.all(), nil
 		s.run(t, r)
@@ -192,18 +184,12 @@ func TestScaledToZero(t *testing.T) {
 	nstest.Run(t, func() {
 		nodeAddresses(t)
 		a := byFamily[plan.IPv4]
-		p := plan.New(plan.Node{}, plan.Settings{})
-		sp := withNodePort(service("dns", plan.UDP, a.clusterIP+":53", a.one+":5353"), 30053)
-		p.Set(sp)
-		r := newReconciler(nil)
-		r.Update(p, plan.Everything())
-		flows := fromPort(a.client, []entry{
-			{Protocol: protoUDP, Dst: a.clusterIP + ":53", From: a.one + ":5353"},
-			{Protocol: protoUDP, Dst: a.node + ":30053", From: a.one + ":5353", To: a.masquerade},
+		r, p := reconciling(nil, withNodePort(service("dns", plan.UDP, a.clusterIP+":53", a.one+":5353"), 30053))
+		flows := fromPort(protoUDP, a.client, []entry{
+			{Dst: a.clusterIP + ":53", From: a.one + ":5353"}, {Dst: a.node + ":30053", From: a.one + ":5353", To: a.masquerade},
 		}, 1000)
 		states{stay: flows}.run(t, r)
-		p.Set(withNodePort(service("dns", plan.UDP, a.clusterIP+":53"), 30053))
-		r.Update(p, plan.Only(plan.Keys{sp.Key: {}}))
+		set(r, p, withNodePort(service("dns", plan.UDP, a.clusterIP+":53"), 30053))
 		mustPass(t, r)
 		wantPresent(t, flows)
 	})
@@ -218,11 +204,8 @@ func TestServiceDeleted(t *testing.T) {
 			t.Parallel()
 			nstest.Run(t, func() {
 				nodeAddresses(t)
-				p := plan.New(plan.Node{}, plan.Settings{})
 				sp := full("dns", plan.UDP, a)
-				p.Set(sp)
-				r := newReconciler(nil)
-				r.Update(p, plan.Everything())
+				r, p := reconciling(nil, sp)
 				mustPass(t, r)
 				p.Delete(sp.Key)
 				r.Update(p, plan.Only(plan.Keys{sp.Key: {}}))
@@ -232,19 +215,13 @@ func TestServiceDeleted(t *testing.T) {
 				}
 				stays := []entry{{Dst: a.clusterIP + ":53"}, {Dst: a.other + ":30053", From: a.one + ":5353"},
 					{Dst: a.unused + ":53", From: a.one + ":5353"}}
-				for i := range goes {
-					goes[i].Protocol = protoUDP
-				}
-				for i := range stays {
-					stays[i].Protocol = protoUDP
-				}
-				states{stay: fromPort(a.client, stays, 1), goes: fromPort(a.client, goes, 100)}.run(t, r)
+				states{stay: fromPort(protoUDP, a.client, stays, 1), goes: fromPort(protoUDP, a.client, goes, 100)}.run(t, r)
 				for i := range passesAfterEnd {
 					r.work.all = true
-					states{goes: fromPort(a.client, goes, 200+10*i)}.run(t, r)
+					states{goes: fromPort(protoUDP, a.client, goes, 200+10*i)}.run(t, r)
 				}
 				r.work.all = true
-				states{stay: fromPort(a.client, goes, 300)}.run(t, r)
+				states{stay: fromPort(protoUDP, a.client, goes, 300)}.run(t, r)
 			})
 		})
 	}
@@ -254,15 +231,8 @@ func TestServiceDeleted(t *testing.T) {
 func TestFrontendMoves(t *testing.T) {
 	a := byFamily[plan.IPv4]
 	for range 20 { // the order within a set of keys is random
-		p := plan.New(plan.Node{}, plan.Settings{})
-		first, second := service("a", plan.UDP, a.clusterIP+":53", a.one+":1"), service("b", plan.UDP, a.lb+":53", a.two+":2")
-		p.Set(first)
-		p.Set(second)
-		r := newReconciler(nil)
-		r.Update(p, plan.Everything())
-		p.Set(service("a", plan.UDP, a.lb+":53", a.one+":1"))
-		p.Set(service("b", plan.UDP, a.clusterIP+":53", a.two+":2"))
-		r.Update(p, plan.Only(plan.Keys{first.Key: {}, second.Key: {}}))
+		r, p := reconciling(nil, service("a", plan.UDP, a.clusterIP+":53", a.one+":1"), service("b", plan.UDP, a.lb+":53", a.two+":2"))
+		set(r, p, service("a", plan.UDP, a.lb+":53", a.one+":1"), service("b", plan.UDP, a.clusterIP+":53", a.two+":2"))
 		if len(r.index.gone) != 0 || len(r.index.live) != 2 {
 			t.Fatalf("live %v, gone %v", r.index.live, r.index.gone)
 		}
@@ -280,10 +250,7 @@ func TestFrontendMoves(t *testing.T) {
 
 // TestZones: a flow of another conntrack zone is never stale.
 func TestZones(t *testing.T) {
-	p := plan.New(plan.Node{}, plan.Settings{})
-	p.Set(service("dns", plan.UDP, "10.96.0.10:53"))
-	r := newReconciler(nil)
-	r.Update(p, plan.Everything())
+	r, _ := reconciling(nil, service("dns", plan.UDP, "10.96.0.10:53"))
 	client, dst := netip.MustParseAddrPort("10.244.1.9:1"), netip.MustParseAddrPort("10.96.0.10:53")
 	for _, zoned := range []bool{false, true} {
 		fl := conntrack.Flow{Family: plan.IPv4, Protocol: protoUDP, Src: client, Dst: dst, From: dst, To: client, Zoned: zoned}
@@ -299,9 +266,9 @@ func TestStart(t *testing.T) {
 	nstest.Run(t, func() {
 		a := byFamily[plan.IPv4]
 		flow := func(i int) []entry {
-			return fromPort(a.client, []entry{{Protocol: protoSCTP, Dst: a.unused + ":53", From: a.one + ":5353"}}, i)
+			return fromPort(protoSCTP, a.client, []entry{{Dst: a.unused + ":53", From: a.one + ":5353"}}, i)
 		}
-		r := newReconciler(func(c *Config) { c.ServiceCIDRs = []netip.Prefix{netip.MustParsePrefix(a.service)} })
+		r := newReconciler(serviceCIDRs(a))
 		states{stay: flow(1)}.run(t, r) // nothing is known yet, so nothing is done
 		p := plan.New(plan.Node{}, plan.Settings{})
 		r.Update(p, plan.Everything())
@@ -362,24 +329,17 @@ func TestResetTCP(t *testing.T) {
 	t.Parallel()
 	nstest.Run(t, func() {
 		a := byFamily[plan.IPv4]
-		p := plan.New(plan.Node{}, plan.Settings{})
 		sp := full("web", plan.TCP, a)
-		p.Set(sp)
-		r := newReconciler(func(c *Config) {
+		r, p := reconciling(func(c *Config) {
 			c.ResetTCP = func(sp *plan.ServicePort) bool { return sp.Key.Service.Name == "web" }
-		})
-		r.Update(p, plan.Everything())
+		}, sp)
 		s := states{
-			stay: fromPort(a.client, []entry{
+			stay: fromPort(protoTCP, a.client, []entry{
 				{Dst: a.clusterIP + ":53", From: a.one + ":5353"}, {Dst: a.clusterIP + ":53"},
 				{Dst: a.clusterIP + ":53", From: a.two + ":7001"}, {Dst: a.clusterIP + ":53", From: a.two + ":7002"},
 			}, 1),
-			goes: fromPort(a.client, []entry{{Dst: a.clusterIP + ":53", From: a.three + ":5353"}}, 100),
+			goes: fromPort(protoTCP, a.client, []entry{{Dst: a.clusterIP + ":53", From: a.three + ":5353"}}, 100),
 		}
-		for i := range s.stay {
-			s.stay[i].Protocol = protoTCP
-		}
-		s.goes[0].Protocol = protoTCP
 		s.run(t, r)
 		// A connection to a Service that is deleted lives on.
 		p.Delete(sp.Key)
@@ -406,16 +366,12 @@ func TestStrayAnswers(t *testing.T) {
 }
 
 func testStrayAnswers(t *testing.T, a addressesOf, asked bool) {
-	r := newReconciler(func(c *Config) { c.StrayAnswers = asked })
-	p := plan.New(plan.Node{}, plan.Settings{})
+	r, p := reconciling(func(c *Config) { c.StrayAnswers = asked })
 	use := func(endpoints ...string) {
-		sp := service("dns", plan.UDP, a.clusterIP+":53", endpoints...)
-		p.Set(sp)
-		r.Update(p, plan.Only(plan.Keys{sp.Key: {}}))
+		set(r, p, service("dns", plan.UDP, a.clusterIP+":53", endpoints...))
 		mustPass(t, r)
 	}
 	one, two := a.one+":5353", a.two+":5353"
-	r.Update(p, plan.Everything())
 	use(one, two)
 	mustPass(t, r)
 	stray := entry{Protocol: protoUDP, Src: one, Dst: a.client + ":4001"}

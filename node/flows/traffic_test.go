@@ -96,9 +96,7 @@ func TestRealFlow(t *testing.T) {
 				t.Errorf("the flow goes to %q before anything was removed, want %q: the kernel does not do what this test is about", got, before)
 			}
 			before = step.name
-			sp := service("dns", plan.UDP, "10.96.0.10:53", step.endpoint)
-			p.Set(sp)
-			r.Update(p, plan.Only(plan.Keys{sp.Key: {}}))
+			set(r, p, service("dns", plan.UDP, "10.96.0.10:53", step.endpoint))
 			mustPass(t, r)
 			if got := ask(c, 20*time.Second); got != step.name {
 				t.Errorf("with endpoint %s: %q, want %q", step.endpoint, got, step.name)

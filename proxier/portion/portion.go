@@ -3,6 +3,7 @@ package portion
 
 import (
 	"cmp"
+	"maps"
 	"slices"
 
 	"nodeproxy/plan"
@@ -64,18 +65,13 @@ func (q *Queue) Next(desired *plan.Plan, change plan.Change) (*plan.Plan, plan.C
 // sorted returns ServicePorts in the order in which they are programmed: first what a node needs before anything else works. The
 // families of a Service stay together, since backends program both at the same time.
 func sorted(changed plan.Keys, desired *plan.Plan) []plan.Key {
-	out := make([]plan.Key, 0, len(changed))
-	for k := range changed {
-		out = append(out, k)
-	}
 	rank := func(k plan.Key) int {
 		if sp := desired.Services[k]; sp != nil && sp.Critical {
 			return 0
 		}
 		return 1
 	}
-	slices.SortFunc(out, func(a, b plan.Key) int { return cmp.Or(rank(a)-rank(b), a.Compare(b)) })
-	return out
+	return slices.SortedFunc(maps.Keys(changed), func(a, b plan.Key) int { return cmp.Or(rank(a)-rank(b), a.Compare(b)) })
 }
 
 // tooMany reports whether ServicePorts are too many for one portion.
@@ -101,42 +97,30 @@ func (q *Queue) wait(fresh []plan.Key) {
 
 // choose returns the next portion: everything fresh, and as much of the waiting ServicePorts as fits.
 func (q *Queue) choose(desired *plan.Plan, fresh []plan.Key) plan.Keys {
-	p := &chosen{queue: q, desired: desired, keys: plan.Keys{}, cost: map[plan.Family]int{}, moves: q.moves(desired, fresh)}
+	keys, cost, moves := plan.Keys{}, map[plan.Family]int{}, q.moves(desired, fresh)
+	take := func(k plan.Key) { // with all others that exchange frontends with it
+		for todo := []plan.Key{k}; len(todo) > 0; {
+			k, todo = todo[len(todo)-1], todo[:len(todo)-1]
+			if _, taken := keys[k]; taken {
+				continue
+			}
+			keys.Add(k)
+			cost[k.Family] += q.cost(k, desired)
+			for _, f := range q.moved(k, desired) {
+				todo = append(todo, moves[f]...)
+			}
+		}
+	}
 	for _, k := range fresh {
-		p.take(k)
+		take(k)
 	}
-	clear(p.cost)
+	clear(cost)
 	for _, k := range q.waiting {
-		if p.cost[k.Family] < q.most {
-			p.take(k)
+		if cost[k.Family] < q.most {
+			take(k)
 		}
 	}
-	return p.keys
-}
-
-// chosen is a portion that is being chosen.
-type chosen struct {
-	queue   *Queue
-	desired *plan.Plan
-	moves   map[frontend][]plan.Key
-	keys    plan.Keys
-	cost    map[plan.Family]int
-}
-
-// take adds a ServicePort, with all others that exchange frontends with it.
-func (p *chosen) take(k plan.Key) {
-	todo := []plan.Key{k}
-	for len(todo) > 0 {
-		k, todo = todo[len(todo)-1], todo[:len(todo)-1]
-		if _, taken := p.keys[k]; taken {
-			continue
-		}
-		p.keys.Add(k)
-		p.cost[k.Family] += p.queue.cost(k, p.desired)
-		for _, f := range p.queue.moved(k, p.desired) {
-			todo = append(todo, p.moves[f]...)
-		}
-	}
+	return keys
 }
 
 // reset makes the plan equal to all.
@@ -176,16 +160,12 @@ type frontend struct {
 // passes from one to another within one portion: it never has two owners, nor none.
 func (q *Queue) moves(desired *plan.Plan, fresh []plan.Key) map[frontend][]plan.Key {
 	out := map[frontend][]plan.Key{}
-	note := func(k plan.Key) {
-		for _, f := range q.moved(k, desired) {
-			out[f] = append(out[f], k)
+	for _, keys := range [][]plan.Key{q.waiting, fresh} {
+		for _, k := range keys {
+			for _, f := range q.moved(k, desired) {
+				out[f] = append(out[f], k)
+			}
 		}
-	}
-	for _, k := range q.waiting {
-		note(k)
-	}
-	for _, k := range fresh {
-		note(k)
 	}
 	return out
 }

@@ -1,6 +1,7 @@
 package apiserver
 
 import (
+	"cmp"
 	"fmt"
 	"net/url"
 
@@ -59,9 +60,7 @@ func NewClient(c ClientConfig) (*Client, error) {
 }
 
 func newClient(cfg *rest.Config) (*Client, error) {
-	if cfg.UserAgent == "" {
-		cfg.UserAgent = rest.DefaultKubernetesUserAgent()
-	}
+	cfg.UserAgent = cmp.Or(cfg.UserAgent, rest.DefaultKubernetesUserAgent())
 	if cfg.QPS > 0 {
 		cfg.RateLimiter = flowcontrol.NewTokenBucketRateLimiter(cfg.QPS, cfg.Burst) // one for all groups
 	}
@@ -114,20 +113,9 @@ func (c ClientConfig) rest() (*rest.Config, error) {
 	if err != nil {
 		return nil, err
 	}
-	cfg.ContentType, cfg.AcceptContentTypes = c.ContentType, c.AcceptContentTypes
-	if cfg.ContentType == "" {
-		cfg.ContentType = runtime.ContentTypeProtobuf
-	}
-	if cfg.AcceptContentTypes == "" {
-		cfg.AcceptContentTypes = runtime.ContentTypeProtobuf + "," + runtime.ContentTypeJSON
-	}
-	cfg.QPS, cfg.Burst = c.QPS, c.Burst
-	if cfg.QPS == 0 {
-		cfg.QPS = rest.DefaultQPS
-	}
-	if cfg.Burst == 0 {
-		cfg.Burst = rest.DefaultBurst
-	}
+	cfg.ContentType = cmp.Or(c.ContentType, runtime.ContentTypeProtobuf)
+	cfg.AcceptContentTypes = cmp.Or(c.AcceptContentTypes, runtime.ContentTypeProtobuf+","+runtime.ContentTypeJSON)
+	cfg.QPS, cfg.Burst = cmp.Or(c.QPS, rest.DefaultQPS), cmp.Or(c.Burst, rest.DefaultBurst)
 	cfg.UserAgent = c.UserAgent
 	return cfg, nil
 }

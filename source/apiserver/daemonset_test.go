@@ -16,10 +16,7 @@ import (
 func TestKubeProxyWants(t *testing.T) {
 	t.Parallel()
 	server := apiservertest.New(t)
-	client, err := NewClient(ClientConfig{Master: server.URL, ContentType: "application/json", AcceptContentTypes: "application/json", QPS: -1})
-	if err != nil {
-		t.Fatal(err)
-	}
+	client := clientOf(t, server.URL)
 	node := &v1.Node{TypeMeta: metav1.TypeMeta{Kind: "Node", APIVersion: "v1"}}
 	node.Name, node.Labels = "n1", map[string]string{"kubernetes.io/os": "linux", "service-proxy": "nodeproxy", "cores": "8"}
 	if _, wants, err := client.KubeProxyWants(t.Context(), "n1"); wants || err != nil {

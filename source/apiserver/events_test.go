@@ -60,11 +60,7 @@ func startEvents(t *testing.T, answers ...int) (*Events, *eventServer) {
 	s := &eventServer{answers: answers}
 	server := httptest.NewServer(s)
 	t.Cleanup(server.Close)
-	client, err := NewClient(ClientConfig{Master: server.URL, ContentType: "application/json", AcceptContentTypes: "application/json"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	e := NewEvents(client, "n1", "nodeproxy", slog.New(slog.DiscardHandler))
+	e := NewEvents(clientOf(t, server.URL), "n1", "nodeproxy", slog.New(slog.DiscardHandler))
 	e.retry = time.Millisecond
 	return e, s
 }

@@ -66,13 +66,18 @@ func (r *recorder) sees(what string, condition func() bool) {
 	r.t.Fatalf("%s: not within a minute; %d batches, %d Services, synced %d times", what, len(r.batches), len(r.services), r.synced)
 }
 
-// start runs a Source against the fake until the test ends.
-func start(t *testing.T, f *apiservertest.Server, change func(*Config)) (*Source, *recorder) {
-	client, err := NewClient(ClientConfig{Master: f.URL, ContentType: "application/json", AcceptContentTypes: "application/json", QPS: -1})
+// clientOf returns a client that speaks JSON with a server.
+func clientOf(t *testing.T, url string) *Client {
+	client, err := NewClient(ClientConfig{Master: url, ContentType: "application/json", AcceptContentTypes: "application/json", QPS: -1})
 	if err != nil {
 		t.Fatal(err)
 	}
-	cfg := Config{Client: client, NodeName: "n1", Log: slog.New(slog.DiscardHandler)}
+	return client
+}
+
+// start runs a Source against the fake until the test ends.
+func start(t *testing.T, f *apiservertest.Server, change func(*Config)) (*Source, *recorder) {
+	cfg := Config{Client: clientOf(t, f.URL), NodeName: "n1", Log: slog.New(slog.DiscardHandler)}
 	if change != nil {
 		change(&cfg)
 	}

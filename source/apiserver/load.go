@@ -8,7 +8,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/runtime"
 
 	"nodeproxy/source"
 )
@@ -41,22 +41,16 @@ func Load(ctx context.Context, cfg Config) (source.Batch, error) {
 	return out, nil
 }
 
-// load lists the objects of a resource.
-func (r *resource) load(ctx context.Context) (source.Batch, error) {
+// load lists the objects of a resource, with all their fields: they are not kept for long.
+func (r *resource) load(ctx context.Context) (out source.Batch, err error) {
 	list, err := r.list(ctx, metav1.ListOptions{})
 	if err != nil {
-		return source.Batch{}, cmp.Or(context.Cause(ctx), err)
+		return out, cmp.Or(context.Cause(ctx), err)
 	}
-	items, err := meta.ExtractList(list)
-	if err != nil {
-		return source.Batch{}, err
-	}
-	objects := make([]any, len(items))
-	for i, item := range items {
-		objects[i] = item
-	}
-	var out source.Batch
-	s := &store{whole: true, resource: r, put: putInto[r.name], versions: map[types.NamespacedName]string{},
-		deliver: func(_ *resource, b source.Batch, _ bool) { out = b }}
-	return out, s.Replace(objects, "")
+	err = meta.EachListItem(list, func(obj runtime.Object) error {
+		name, _, err := identify(obj)
+		r.put(&out, name, obj)
+		return err
+	})
+	return out, err
 }

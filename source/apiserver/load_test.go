@@ -1,7 +1,6 @@
 package apiserver
 
 import (
-	"context"
 	"net/http"
 	"net/http/httptest"
 	"path"
@@ -22,11 +21,8 @@ func TestLoad(t *testing.T) {
 	f := apiservertest.New(t)
 	f.Serve(services, &v1.ServiceList{Items: []v1.Service{{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "web"}}}})
 	f.Fail(serviceCIDRs, http.StatusNotFound)
-	client, err := NewClient(ClientConfig{Master: f.URL, ContentType: "application/json"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	b, err := Load(context.Background(), Config{Client: client, NodeName: "node1"})
+	cfg := Config{Client: clientOf(t, f.URL), NodeName: "node1"}
+	b, err := Load(t.Context(), cfg)
 	if err != nil || !b.Synced || len(b.Services) != 1 || b.Services[types.NamespacedName{Namespace: "default", Name: "web"}] == nil {
 		t.Errorf("loaded %+v, %v", b, err)
 	}
@@ -36,7 +32,7 @@ func TestLoad(t *testing.T) {
 		}
 	}
 	f.Fail(endpointSlices, http.StatusForbidden)
-	if _, err := Load(context.Background(), Config{Client: client, NodeName: "node1"}); err == nil {
+	if _, err := Load(t.Context(), cfg); err == nil {
 		t.Error("no error though EndpointSlices can't be had")
 	}
 }

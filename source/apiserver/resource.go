@@ -10,6 +10,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
@@ -27,6 +28,8 @@ const DefaultSilence = 3 * time.Minute
 type resource struct {
 	name    string // as in URLs: services
 	example runtime.Object
+	// put sets an object in its part of a batch; nil means that the object is gone.
+	put func(b *source.Batch, name types.NamespacedName, obj any)
 	// fields and labels select among the objects.
 	fields, labels string
 	client         rest.Interface
@@ -88,14 +91,18 @@ func (r *resource) failed(what string, err error) {
 	if r.optional {
 		defer r.unavailable()
 	}
-	if absent {
-		if news {
-			r.reportAbsent(err)
-		}
-		return
-	}
 	level := slog.LevelDebug
 	switch {
+	case absent && news && apierrors.IsForbidden(err):
+		r.log.Warn("this program may not read a resource; Services are proxied without it. The rule that allows it: apiGroups ["+
+			r.group+"], resources ["+r.name+"], verbs [list, watch]", "resource", r.name, "asked-again-in", r.askAgain, "error", err)
+		return
+	case absent && news:
+		r.log.Info("the API server does not serve a resource; Services are proxied without it", "resource", r.name, "group", r.group,
+			"asked-again-in", r.askAgain)
+		return
+	case absent:
+		return
 	case first && (apierrors.IsResourceExpired(err) || apierrors.IsGone(err)):
 		level = slog.LevelInfo // A restarted API server does not know older versions; a new list solves that.
 	case first:
@@ -103,17 +110,6 @@ func (r *resource) failed(what string, err error) {
 	}
 	r.log.Log(context.Background(), level, "request to the API server failed; the known objects stay in force, and the request is repeated",
 		"resource", r.name, "request", what, "error", err)
-}
-
-// reportAbsent logs that the program does without this resource, and why.
-func (r *resource) reportAbsent(err error) {
-	if apierrors.IsForbidden(err) {
-		r.log.Warn("this program may not read a resource; Services are proxied without it. The rule that allows it: apiGroups ["+
-			r.group+"], resources ["+r.name+"], verbs [list, watch]", "resource", r.name, "asked-again-in", r.askAgain, "error", err)
-		return
-	}
-	r.log.Info("the API server does not serve a resource; Services are proxied without it", "resource", r.name, "group", r.group,
-		"asked-again-in", r.askAgain)
 }
 
 // absent reports whether the API server last answered that it has no such resource for this program.

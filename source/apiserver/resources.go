@@ -12,7 +12,6 @@ import (
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/rest"
 
 	"nodeproxy/source"
@@ -30,18 +29,22 @@ const (
 func resources(cfg Config) []*resource {
 	out := []*resource{{
 		name: services, client: cfg.Client.core, example: &v1.Service{}, newList: func() runtime.Object { return &v1.ServiceList{} },
+		put:    func(b *source.Batch, name types.NamespacedName, obj any) { put(&b.Services, name, obj) },
 		fields: fields.OneTermNotEqualSelector("spec.clusterIP", v1.ClusterIPNone).String(),
 		labels: "!" + source.LabelProxyName,
 	}, {
 		name: endpointSlices, client: cfg.Client.discovery, example: &discovery.EndpointSlice{},
 		newList: func() runtime.Object { return &discovery.EndpointSliceList{} },
+		put:     func(b *source.Batch, name types.NamespacedName, obj any) { put(&b.EndpointSlices, name, obj) },
 		labels:  "!" + v1.IsHeadlessService,
 	}, {
 		name: nodes, client: cfg.Client.core, example: &v1.Node{}, newList: func() runtime.Object { return &v1.NodeList{} },
+		put:    func(b *source.Batch, name types.NamespacedName, obj any) { put(&b.Nodes, name.Name, obj) },
 		fields: fields.OneTermEqualSelector(metav1.ObjectNameField, cfg.NodeName).String(),
 	}, {
 		name: serviceCIDRs, client: cfg.Client.networking, example: &networking.ServiceCIDR{},
 		newList:  func() runtime.Object { return &networking.ServiceCIDRList{} },
+		put:      func(b *source.Batch, name types.NamespacedName, obj any) { put(&b.ServiceCIDRs, name.Name, obj) },
 		optional: true, group: networking.GroupName, askAgain: cmp.Or(cfg.askAgain, askAgain),
 	}}
 	for _, r := range out {
@@ -65,39 +68,9 @@ func (r *resource) list(ctx context.Context, o metav1.ListOptions) (runtime.Obje
 	return list, r.get(o).Do(ctx).Into(list)
 }
 
-func (r *resource) watch(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
-	o.Watch = true
-	return r.get(o).Watch(ctx)
-}
-
-// putInto sets an object in its part of a batch; nil means that the object is gone.
-var putInto = map[string]func(*source.Batch, types.NamespacedName, any){
-	services: func(b *source.Batch, name types.NamespacedName, obj any) {
-		o, _ := obj.(*v1.Service)
-		if b.Services == nil {
-			b.Services = map[types.NamespacedName]*v1.Service{}
-		}
-		b.Services[name] = o
-	},
-	endpointSlices: func(b *source.Batch, name types.NamespacedName, obj any) {
-		o, _ := obj.(*discovery.EndpointSlice)
-		if b.EndpointSlices == nil {
-			b.EndpointSlices = map[types.NamespacedName]*discovery.EndpointSlice{}
-		}
-		b.EndpointSlices[name] = o
-	},
-	nodes: func(b *source.Batch, name types.NamespacedName, obj any) {
-		o, _ := obj.(*v1.Node)
-		if b.Nodes == nil {
-			b.Nodes = map[string]*v1.Node{}
-		}
-		b.Nodes[name.Name] = o
-	},
-	serviceCIDRs: func(b *source.Batch, name types.NamespacedName, obj any) {
-		o, _ := obj.(*networking.ServiceCIDR)
-		if b.ServiceCIDRs == nil {
-			b.ServiceCIDRs = map[string]*networking.ServiceCIDR{}
-		}
-		b.ServiceCIDRs[name.Name] = o
-	},
+func put[K comparable, V any](objects *map[K]*V, name K, obj any) {
+	if *objects == nil {
+		*objects = map[K]*V{}
+	}
+	(*objects)[name], _ = obj.(*V)
 }

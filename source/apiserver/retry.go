@@ -49,14 +49,11 @@ type interruptible struct {
 func (c interruptible) After(d time.Duration) <-chan time.Time {
 	out := make(chan time.Time, 1)
 	go func() {
-		timer := time.NewTimer(d)
-		defer timer.Stop()
 		select {
 		case <-c.ctx.Done():
-			out <- time.Now()
-		case now := <-timer.C:
-			out <- now
+		case <-time.After(d):
 		}
+		out <- time.Now()
 	}()
 	return out
 }

@@ -79,12 +79,7 @@ type Source struct {
 
 // New returns a Source that makes no request before it runs.
 func New(cfg Config) *Source {
-	if cfg.Silence == 0 {
-		cfg.Silence = DefaultSilence
-	}
-	if cfg.NodeTimeout == 0 {
-		cfg.NodeTimeout = DefaultNodeTimeout
-	}
+	cfg.Silence, cfg.NodeTimeout = cmp.Or(cfg.Silence, DefaultSilence), cmp.Or(cfg.NodeTimeout, DefaultNodeTimeout)
 	s := &Source{cfg: cfg, resources: resources(cfg), missing: map[*resource]bool{}}
 	for _, r := range s.resources {
 		s.missing[r] = true
@@ -109,7 +104,7 @@ func (s *Source) Run(ctx context.Context, sink source.Sink) error {
 	ctx = quietly(ctx, s.cfg.Log)
 	var running sync.WaitGroup
 	for _, r := range s.resources {
-		objects := &store{resource: r, put: putInto[r.name], deliver: s.deliver, versions: map[types.NamespacedName]string{}}
+		objects := &store{resource: r, deliver: s.deliver, versions: map[types.NamespacedName]string{}}
 		reflector := cache.NewReflectorWithOptions(r.listWatch(), r.example, objects,
 			cache.ReflectorOptions{Name: r.name, Backoff: ptr.To(retries), Clock: interruptible{ctx: ctx}})
 		running.Go(func() { keepWatching(ctx, reflector, r) })
@@ -127,10 +122,13 @@ func (s *Source) Run(ctx context.Context, sink source.Sink) error {
 func (s *Source) deliver(r *resource, b source.Batch, complete bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if complete && r.synced() && r.name == nodes {
+	if complete && r.synced() && r.name == nodes { // for the first time
 		node := b.Nodes[s.cfg.NodeName]
 		b.NodeMissing = node == nil
-		s.logWait(node)
+		if s.cfg.PodCIDRTimeout > 0 && !hasPodCIDRs(node) {
+			s.cfg.Log.Info("waiting for the Node's spec.podCIDRs, which detect-local-mode NodeCIDR needs; the rules stay as they are",
+				"node", s.cfg.NodeName, "at-most", s.cfg.PodCIDRTimeout)
+		}
 	}
 	if s.missing[r] && s.enough(r, b, complete) {
 		delete(s.missing, r)
@@ -151,14 +149,6 @@ func (s *Source) enough(r *resource, b source.Batch, complete bool) bool {
 
 func hasPodCIDRs(node *v1.Node) bool {
 	return node != nil && (len(node.Spec.PodCIDRs) > 0 || node.Spec.PodCIDR != "")
-}
-
-// logWait says, when all Nodes have been listed for the first time, that pod CIDRs are waited for.
-func (s *Source) logWait(node *v1.Node) {
-	if s.cfg.PodCIDRTimeout > 0 && !hasPodCIDRs(node) {
-		s.cfg.Log.Info("waiting for the Node's spec.podCIDRs, which detect-local-mode NodeCIDR needs; the rules stay as they are",
-			"node", s.cfg.NodeName, "at-most", s.cfg.PodCIDRTimeout)
-	}
 }
 
 // notWaitedFor records that the API server does not serve this resource, for now or at all.

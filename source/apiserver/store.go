@@ -16,10 +16,8 @@ import (
 // reflector's goroutine uses it.
 type store struct {
 	resource *resource
-	put      func(*source.Batch, types.NamespacedName, any) // any is nil for an object that is gone
 	deliver  func(r *resource, b source.Batch, complete bool)
 	versions map[types.NamespacedName]string
-	whole    bool // objects are not stripped, as they are not kept for long
 	listed   bool // all objects have been delivered once
 	// ahead has objects of the first list that have arrived and were not passed on yet, and size is how many.
 	ahead source.Batch
@@ -35,7 +33,7 @@ const aheadSize = 256
 func (s *store) Transformer() cache.TransformFunc {
 	return func(obj any) (any, error) {
 		if s.listed {
-			return strip(obj)
+			return strip(obj), nil
 		}
 		name, version, err := identify(obj)
 		if err != nil {
@@ -88,7 +86,7 @@ func (s *store) Delete(obj any) error {
 	}
 	delete(s.versions, name)
 	var b source.Batch
-	s.put(&b, name, nil)
+	s.resource.put(&b, name, nil)
 	s.deliver(s.resource, b, false)
 	return nil
 }
@@ -108,7 +106,7 @@ func (s *store) Replace(objects []any, _ string) error {
 	}
 	for name := range s.versions {
 		if _, still := now[name]; !still {
-			s.put(&b, name, nil)
+			s.resource.put(&b, name, nil)
 		}
 	}
 	s.versions, s.ahead, s.listed = now, source.Batch{}, true
@@ -119,7 +117,7 @@ func (s *store) Replace(objects []any, _ string) error {
 // Resync implements cache.ReflectorStore. There is nothing to repeat: the receiver of the batches keeps their content.
 func (s *store) Resync() error { return nil }
 
-// take strips an object, as a rule, and puts it into a batch, unless this version has been passed on already, and records its version in
+// take strips an object and puts it into a batch, unless this version has been passed on already, and records its version in
 // versions.
 func (s *store) take(b *source.Batch, obj any, versions map[types.NamespacedName]string) error {
 	name, version, err := identify(obj)
@@ -127,12 +125,7 @@ func (s *store) take(b *source.Batch, obj any, versions map[types.NamespacedName
 		return err
 	}
 	if had, known := s.versions[name]; !known || had != version || version == "" {
-		if !s.whole {
-			if obj, err = strip(obj); err != nil {
-				return err
-			}
-		}
-		s.put(b, name, obj)
+		s.resource.put(b, name, strip(obj))
 	}
 	versions[name] = version
 	return nil

@@ -31,18 +31,18 @@ func interned[T ~string](s T) T { return T(unique.Make(string(s)).Value()) }
 // strip returns an object with only the fields that the proxier and explain read. Everything else (managed fields, most labels and annotations, and the
 // references of endpoints, which explain does without, as there may be very many) would only take memory. Stripping twice is the same as stripping once. Objects of other
 // kinds are returned unchanged.
-func strip(obj any) (any, error) {
+func strip(obj any) any {
 	switch o := obj.(type) {
 	case *v1.Service:
-		return stripService(o), nil
+		return stripService(o)
 	case *discovery.EndpointSlice:
-		return stripSlice(o), nil
+		return stripSlice(o)
 	case *v1.Node:
-		return stripNode(o), nil
+		return stripNode(o)
 	case *networking.ServiceCIDR:
-		return stripServiceCIDR(o), nil
+		return stripServiceCIDR(o)
 	}
-	return obj, nil
+	return obj
 }
 
 func stripMeta(m *metav1.ObjectMeta, labels, annotations []string) metav1.ObjectMeta {

@@ -28,7 +28,8 @@ func because(ctx context.Context, err error) error {
 func (r *resource) openWatch(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	begin := time.AfterFunc(requestTimeout, func() { cancel(errNoAnswer) })
-	inner, err := r.watch(ctx, o)
+	o.Watch = true
+	inner, err := r.get(o).Watch(ctx)
 	if !begin.Stop() && err == nil {
 		inner.Stop()
 		err = errNoAnswer

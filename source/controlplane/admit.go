@@ -12,7 +12,6 @@ import (
 	discovery "k8s.io/api/discovery/v1"
 	networking "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/intstr"
 	"k8s.io/apimachinery/pkg/util/validation"
 	utilnet "k8s.io/utils/net"
@@ -50,20 +49,20 @@ func Admit(obj any) (findings []source.Finding, refused bool) {
 	default:
 		panic(fmt.Sprintf("%T is not used by a Cluster", obj))
 	}
-	return c.findings, c.refused
+	return c.List, c.refused
 }
 
 // checker collects the findings of one object.
 type checker struct {
-	effect   string // of a fault because of which the object can't be used
-	findings []source.Finding
-	refused  bool
+	source.Findings
+	effect  string // of a fault because of which the object can't be used
+	refused bool
 }
 
 // reject reports a fault because of which the object can't be used.
 func (c *checker) reject(field, format string, args ...any) {
 	c.refused = true
-	c.problem(field, c.effect, format, args...)
+	c.Problem(field, c.effect, format, args...)
 }
 
 // require refuses the object unless a rule holds.
@@ -71,29 +70,6 @@ func (c *checker) require(holds bool, field, format string, args ...any) {
 	if !holds {
 		c.reject(field, format, args...)
 	}
-}
-
-// problem reports a fault that leaves the object in use.
-func (c *checker) problem(field, effect, format string, args ...any) *source.Finding {
-	c.findings = append(c.findings,
-		source.Finding{Severity: source.Problem, Field: field, Detail: fmt.Sprintf(format, args...), Effect: effect})
-	return &c.findings[len(c.findings)-1]
-}
-
-// note reports a limit that is there by design.
-func (c *checker) note(field, effect, format string, args ...any) *source.Finding {
-	f := c.problem(field, effect, format, args...)
-	f.Severity = source.Note
-	return f
-}
-
-// remarks returns the findings as remarks about an object.
-func (c *checker) remarks(kind string, name types.NamespacedName) []Remark {
-	var out []Remark
-	for _, f := range c.findings {
-		out = append(out, Remark{ID{kind, name.Namespace, name.Name}, f})
-	}
-	return out
 }
 
 // meta checks an object's name, namespace, labels and annotations. nameRule validates names of its kind; one without a namespace gets
@@ -121,11 +97,11 @@ func (c *checker) meta(meta *metav1.ObjectMeta, namespace string, nameRule func(
 				field += "[" + key + "]"
 			}
 			if len(validation.IsQualifiedName(strings.ToLower(key))) > 0 {
-				c.note(field, effect, "%.80q is not a valid key, which is a name of at most 63 letters, digits, '-', '_' or '.', after a "+
+				c.Note(field, effect, "%.80q is not a valid key, which is a name of at most 63 letters, digits, '-', '_' or '.', after a "+
 					"DNS domain and one '/' if any", key)
 			}
 			if msgs := validation.IsValidLabelValue(values[key]); i == 0 && len(msgs) > 0 {
-				c.note(field, effect, "%.80q is not a valid label value: %s", values[key], msgs[0])
+				c.Note(field, effect, "%.80q is not a valid label value: %s", values[key], msgs[0])
 			}
 		}
 	}
@@ -173,26 +149,24 @@ func (c *checker) portNumber(field string, n int32) {
 }
 
 // ip refuses text that is not an address, or one of a special kind, for which there is a reason.
-func (c *checker) ip(field, text string, special func(netip.Addr) bool, reason string) (netip.Addr, bool) {
+func (c *checker) ip(field, text string, linkLocal bool, reason string) (netip.Addr, bool) {
 	ip, ok := source.ParseIP(text)
-	if !ok {
+	if what := source.SpecialAddress(ip); !ok {
 		c.reject(field, "%.60q is not an IP address", text)
-	} else if special(ip) {
-		c.reject(field, "%s is %s, which %s", ip, source.SpecialAddress(ip), reason)
+	} else if what != "" && !(linkLocal && ip.IsLinkLocalUnicast()) {
+		c.reject(field, "%s is %s, which %s", ip, what, reason)
 	}
 	return ip, ok
 }
 
 // endpointIP refuses an address that can't be reached or that would lead back to the node itself.
 func (c *checker) endpointIP(field, text string) (netip.Addr, bool) {
-	special := func(ip netip.Addr) bool { return source.SpecialAddress(ip) != "" }
-	return c.ip(field, text, special, "neither an endpoint nor an external IP may be")
+	return c.ip(field, text, false, "neither an endpoint nor an external IP may be")
 }
 
 // virtualIP refuses an address that is none of a Service. A link-local one may be.
 func (c *checker) virtualIP(field, text string) (netip.Addr, bool) {
-	special := func(ip netip.Addr) bool { return source.SpecialAddress(ip) != "" && !ip.IsLinkLocalUnicast() }
-	return c.ip(field, text, special, "a Service can't have")
+	return c.ip(field, text, true, "a Service can't have")
 }
 
 // first refuses a second field with a value.
@@ -336,7 +310,7 @@ func (c *checker) slice(es *discovery.EndpointSlice) {
 		}
 	}
 	if es.AddressType == discovery.AddressTypeFQDN {
-		c.note("addressType", source.NotForProxy, "a proxy can't forward to names")
+		c.Note("addressType", source.NotForProxy, "a proxy can't forward to names")
 		return
 	}
 	for i, e := range es.Endpoints {
@@ -393,11 +367,11 @@ func (c *checker) pod(pod *v1.Pod) {
 	switch {
 	case c.refused:
 	case podFinished(pod):
-		c.note("status.phase", effect, "the Pod has ended (%s)", pod.Status.Phase)
+		c.Note("status.phase", effect, "the Pod has ended (%s)", pod.Status.Phase)
 	case len(pod.Status.PodIPs) == 0:
-		c.note("status", effect, "the Pod has no status.podIP; nothing here runs it and gives it one")
+		c.Note("status", effect, "the Pod has no status.podIP; nothing here runs it and gives it one")
 	case pod.Spec.NodeName == "":
-		c.note("spec", effect+", but of those that publish not-ready addresses", "the Pod has no spec.nodeName: it runs nowhere")
+		c.Note("spec", effect+", but of those that publish not-ready addresses", "the Pod has no spec.nodeName: it runs nowhere")
 	}
 }
 

@@ -138,9 +138,9 @@ func (a *allocator) claim(n types.NamespacedName, svc *v1.Service, got *allocati
 			got.reject(field, "%s is the cluster IP of Service %s, which comes first by name", ip, owner)
 		}
 		if cidr, ok := a.cidrs[familyOf(ip)]; !ok {
-			got.note(field, ip.String()+" is used as given", "there is no service CIDR for %s", familyOf(ip))
+			got.Note(field, ip.String()+" is used as given", "there is no service CIDR for %s", familyOf(ip))
 		} else if !cidr.Contains(ip) {
-			got.note(field, "it is used as given", "%s is outside the service CIDR %s", ip, cidr)
+			got.Note(field, "it is used as given", "%s is outside the service CIDR %s", ip, cidr)
 		}
 		got.ips[i], ips[ip] = text, n
 	}
@@ -191,9 +191,9 @@ func (a *allocator) explicitPorts(svc *v1.Service, got *allocation) (claims []po
 // yieldPort says that a Service does not get a node port that it names, both of it and of the one that has it.
 func (a *allocator) yieldPort(n types.NamespacedName, field string, c portClaim) {
 	owner, port := a.nodePorts[c], fmt.Sprintf("%d/%s", c.port, c.protocol)
-	a.out[n].problem(field, "this node port is not proxied", "%s is a node port of Service %s, which comes first by name", port, owner).
+	a.out[n].Problem(field, "this node port is not proxied", "%s is a node port of Service %s, which comes first by name", port, owner).
 		Kind = source.Claimed
-	a.out[owner].note("spec.ports", "it does not get this node port, as it comes later by name", "Service %s names %s, too", n, port).
+	a.out[owner].Note("spec.ports", "it does not get this node port, as it comes later by name", "Service %s names %s, too", n, port).
 		Kind = source.Claimed
 }
 
@@ -297,12 +297,12 @@ func (a *allocator) portBids(n types.NamespacedName, svc *v1.Service, got *alloc
 }
 
 // movedFrom reports what other Services have taken of what was allocated to one that does not name it.
-func (a *allocator) movedFrom(svc *v1.Service, was, now *allocation, check *checker) {
+func (a *allocator) movedFrom(svc *v1.Service, was, now *allocation, check *source.Findings) {
 	inUse := func(owners ...types.NamespacedName) bool {
 		return slices.ContainsFunc(owners, func(n types.NamespacedName) bool { return !a.out[n].refused })
 	}
 	moved := func(field string, from, to any) {
-		check.problem(field, fmt.Sprintf("it moves to %v; name it in the manifest to keep it for good", to), "the allocated %v belongs to another Service now", from)
+		check.Problem(field, fmt.Sprintf("it moves to %v; name it in the manifest to keep it for good", to), "the allocated %v belongs to another Service now", from)
 	}
 	for i := len(svc.Spec.ClusterIPs); i < min(len(was.ips), len(now.ips)); i++ {
 		from := was.ips[i]

@@ -54,14 +54,9 @@ func (r Ranges) complete() (Ranges, error) {
 	return r, nil
 }
 
-// Remark is a finding about an object. The caller completes the finding by the object and its place.
-type Remark struct {
-	ID ID
-	source.Finding
-}
-
-// Report receives all remarks on a topic, which replace those that it received before.
-type Report func(topic string, remarks []Remark)
+// Report receives all findings on a topic, which are about one object and replace those that it received before. The receiver completes
+// them by the object and its place.
+type Report func(topic string, about ID, found []source.Finding)
 
 // Cluster is a set of objects, and what the API server and the controllers would make of them. It is incremental: a change costs
 // work for the Services that it concerns only. What it delivers is a function of the objects alone.
@@ -238,7 +233,7 @@ func (c *Cluster) podsOf(svc *v1.Service) (out []*v1.Pod) {
 }
 
 func (c *Cluster) setSlice(name types.NamespacedName, before, after *discovery.EndpointSlice) {
-	check := &checker{}
+	check := &source.Findings{}
 	if owner, ok := ownerOf(before); ok {
 		delete(c.service(owner).given, name.Name)
 		c.dirty[owner] = true
@@ -252,12 +247,12 @@ func (c *Cluster) setSlice(name types.NamespacedName, before, after *discovery.E
 		}
 	} else if after != nil {
 		if _, headless := after.Labels[v1.IsHeadlessService]; headless {
-			check.note("metadata.labels["+v1.IsHeadlessService+"]", source.NotForProxy, "the slice belongs to a headless Service")
+			check.Note("metadata.labels["+v1.IsHeadlessService+"]", source.NotForProxy, "the slice belongs to a headless Service")
 		} else {
-			check.note("metadata.labels", source.NotForProxy, "without a label %s the slice belongs to no Service", discovery.LabelServiceName)
+			check.Note("metadata.labels", source.NotForProxy, "without a label %s the slice belongs to no Service", discovery.LabelServiceName)
 		}
 	}
-	c.report("slice "+name.String(), check.remarks(kindEndpointSlice, name))
+	c.report("slice "+name.String(), idOf(kindEndpointSlice, name), check.List)
 }
 
 // ownerOf returns the Service of a slice that is delivered; false if it is not.
@@ -265,9 +260,7 @@ func ownerOf(es *discovery.EndpointSlice) (types.NamespacedName, bool) {
 	if es == nil {
 		return types.NamespacedName{}, false
 	}
-	_, headless := es.Labels[v1.IsHeadlessService]
-	name := es.Labels[discovery.LabelServiceName]
-	return types.NamespacedName{Namespace: es.Namespace, Name: name}, name != "" && !headless
+	return source.ServiceOf(es)
 }
 
 // allocate allocates addresses and ports again, and reports those that have moved because of another Service, for as long as that
@@ -286,41 +279,41 @@ func (c *Cluster) allocate() {
 		}
 	}
 	for name, was := range c.moved {
-		check := &checker{}
+		check := &source.Findings{}
 		if now := c.granted.out[name]; now != nil && !now.refused && !c.changed[name] {
 			c.granted.movedFrom(c.service(name).object, was, now, check)
 		}
-		if len(check.findings) == 0 {
+		if len(check.List) == 0 {
 			delete(c.moved, name)
 		}
-		c.report("moved "+name.String(), check.remarks(kindService, name))
+		c.report("moved "+name.String(), idOf(kindService, name), check.List)
 	}
 }
 
 // recompute delivers one Service, unless it is refused, and the slices that controllers make for it.
 func (c *Cluster) recompute(name types.NamespacedName) {
 	known := c.service(name)
-	svc, ep := known.object, as[legacyEndpoints](c.objects[ID{kindEndpoints, name.Namespace, name.Name}])
-	forService, forEndpoints := &checker{}, &checker{}
+	svc, ep := known.object, as[legacyEndpoints](c.objects[idOf(kindEndpoints, name)])
+	var forService, forEndpoints source.Findings
 	var out *v1.Service
 	var made []*discovery.EndpointSlice
 	if svc == nil {
 		if ep != nil {
-			forEndpoints.note("metadata.name", source.NotForProxy, "there is no Service of this name in the namespace")
+			forEndpoints.Note("metadata.name", source.NotForProxy, "there is no Service of this name in the namespace")
 		}
 	} else if field, why := source.NotProxied(svc); why != "" {
-		forService.note(field, source.NotForProxy, "%s", why)
+		forService.Note(field, source.NotForProxy, "%s", why)
 		out = svc // The proxier tells clients of it what to expect.
 	} else if got := c.granted.out[name]; got.refused {
-		for _, f := range got.findings {
+		for _, f := range got.List {
 			f.LeftOut = true
-			forService.findings = append(forService.findings, f)
+			forService.List = append(forService.List, f)
 		}
 	} else {
-		forService.findings = slices.Clone(got.findings)
+		forService.List = slices.Clone(got.List)
 		out = got.apply(svc)
-		made = c.makeSlices(out, ep, len(known.given) > 0, forService, forEndpoints)
-		checkPortNames(out, append(slices.Collect(maps.Values(known.given)), made...), forService)
+		made = c.makeSlices(out, ep, len(known.given) > 0, &forService, &forEndpoints)
+		checkPortNames(out, append(slices.Collect(maps.Values(known.given)), made...), &forService)
 	}
 	if !equality.Semantic.DeepEqual(known.delivered, out) {
 		c.batch.Services[name], known.delivered = out, out
@@ -341,15 +334,16 @@ func (c *Cluster) recompute(name types.NamespacedName) {
 	if svc == nil && len(known.given) == 0 {
 		delete(c.namespace(name.Namespace).services, name.Name)
 	}
-	c.report("service "+name.String(), append(forService.remarks(kindService, name), forEndpoints.remarks(kindEndpoints, name)...))
+	c.report("service "+name.String(), idOf(kindService, name), forService.List)
+	c.report("service "+name.String()+" Endpoints", idOf(kindEndpoints, name), forEndpoints.List)
 }
 
 // makeSlices returns the slices that the controllers make for one Service, which may have Endpoints, and slices that are given.
 func (c *Cluster) makeSlices(
-	svc *v1.Service, ep *legacyEndpoints, given bool, forService, forEndpoints *checker,
+	svc *v1.Service, ep *legacyEndpoints, given bool, forService, forEndpoints *source.Findings,
 ) []*discovery.EndpointSlice {
 	if topologyAuto(svc) {
-		forService.note("metadata.annotations", "as with trafficDistribution PreferSameZone, each endpoint is for its own zone",
+		forService.Note("metadata.annotations", "as with trafficDistribution PreferSameZone, each endpoint is for its own zone",
 			"the annotation asks for shares by the CPUs of each zone, which manifests do not hold")
 	}
 	const none = "connections to it are refused until there are"
@@ -357,33 +351,33 @@ func (c *Cluster) makeSlices(
 	switch {
 	case len(pods) > 0:
 		if ep != nil {
-			forEndpoints.note("", "not used", "the Service has a selector; its endpoints are the Pods that match")
+			forEndpoints.Note("", "not used", "the Service has a selector; its endpoints are the Pods that match")
 		}
 		return podSlices(svc, pods, c.zone, forService)
 	case mirrors && !selector:
 		return mirrorSlices(svc, ep, forEndpoints)
 	case mirrors && !given:
-		forEndpoints.note("", "the Endpoints are used", "the Service has a selector, but the manifests hold neither a Pod that "+
+		forEndpoints.Note("", "the Endpoints are used", "the Service has a selector, but the manifests hold neither a Pod that "+
 			"matches nor an EndpointSlice for it")
 		return mirrorSlices(svc, ep, forEndpoints)
 	case ep != nil && selector:
-		forEndpoints.note("", "not used",
+		forEndpoints.Note("", "not used",
 			"the Service has a selector and EndpointSlices, or the Endpoints are marked not to be mirrored")
 	case ep != nil:
-		forEndpoints.note("metadata", source.NotForProxy,
+		forEndpoints.Note("metadata", source.NotForProxy,
 			"they are marked not to be mirrored to EndpointSlices, or are being deleted")
 	case !given && selector:
-		forService.note("spec.selector", none,
+		forService.Note("spec.selector", none,
 			"no Pod in the manifests matches, and neither Endpoints nor EndpointSlices belong to the Service")
 	case !given:
-		forService.note("", none, "the Service has no selector, and neither Endpoints nor EndpointSlices belong to it")
+		forService.Note("", none, "the Service has no selector, and neither Endpoints nor EndpointSlices belong to it")
 	}
 	return nil
 }
 
 // checkPortNames reports the ports without a slice that has a port of the same name and protocol, by which the two are matched;
 // the target port does not matter.
-func checkPortNames(svc *v1.Service, slices []*discovery.EndpointSlice, check *checker) {
+func checkPortNames(svc *v1.Service, slices []*discovery.EndpointSlice, check *source.Findings) {
 	if len(slices) == 0 {
 		return
 	}
@@ -399,7 +393,7 @@ func checkPortNames(svc *v1.Service, slices []*discovery.EndpointSlice, check *c
 	}
 	for i, p := range svc.Spec.Ports {
 		if !has[id{p.Name, p.Protocol}] {
-			check.note(fmt.Sprintf("spec.ports[%d].name", i), "connections to it are refused until there is",
+			check.Note(fmt.Sprintf("spec.ports[%d].name", i), "connections to it are refused until there is",
 				"no EndpointSlice or Endpoints of this Service has a port named %q with protocol %s", p.Name, p.Protocol)
 		}
 	}

@@ -34,11 +34,10 @@ func load(t *testing.T, manifest string, change ...func(*Ranges)) (source.Batch,
 
 func newCluster(t *testing.T, r Ranges, f *findings) *Cluster {
 	t.Helper()
-	c, err := New(r, func(_ string, remarks []Remark) {
-		for _, r := range remarks {
-			r.Object = r.ID.String()
-			if f != nil {
-				f.Report(r.Finding)
+	c, err := New(r, func(_ string, about ID, found []source.Finding) {
+		for _, x := range found {
+			if x.Object = about.String(); f != nil {
+				f.Report(x)
 			}
 		}
 	})

@@ -8,6 +8,7 @@ import (
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
 	networking "k8s.io/api/networking/v1"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // The kinds that a Cluster uses.
@@ -139,6 +140,8 @@ func (t Type) Item() Type {
 
 // ID names an object. Nodes and ServiceCIDRs have no namespace.
 type ID struct{ Kind, Namespace, Name string }
+
+func idOf(kind string, name types.NamespacedName) ID { return ID{kind, name.Namespace, name.Name} }
 
 // ID returns the ID of an object of this type. The kind of another API has its group, which distinguishes it from Kubernetes' own.
 func (t Type) ID(namespace, name string) ID {

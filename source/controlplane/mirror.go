@@ -33,7 +33,7 @@ type mirrorAddress struct {
 
 // mirrorSlices makes the slices of a Service from its Endpoints, as the mirroring controller does: subsets are
 // joined by address and split again by ports.
-func mirrorSlices(svc *v1.Service, ep *legacyEndpoints, c *checker) []*discovery.EndpointSlice {
+func mirrorSlices(svc *v1.Service, ep *legacyEndpoints, c *source.Findings) []*discovery.EndpointSlice {
 	groups := sliceGroups{}
 	for _, a := range mirrorAddresses(ep) {
 		ports := map[bool][]discovery.EndpointPort{} // by whether it is ready for them
@@ -51,7 +51,7 @@ func mirrorSlices(svc *v1.Service, ep *legacyEndpoints, c *checker) []*discovery
 	}
 	for _, key := range slices.Sorted(maps.Keys(groups)) {
 		if g := groups[key]; len(g.Endpoints) > maxMirrored {
-			c.problem("subsets", fmt.Sprintf("the first %d are used", maxMirrored),
+			c.Problem("subsets", fmt.Sprintf("the first %d are used", maxMirrored),
 				"%d %s addresses with the same ports; at most %d are mirrored", len(g.Endpoints), g.AddressType, maxMirrored)
 			g.Endpoints = g.Endpoints[:maxMirrored]
 		}

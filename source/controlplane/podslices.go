@@ -81,7 +81,7 @@ func sliceName(service, what string) string {
 
 // podSlices makes the slices of a Service from the Pods that its selector selects, as the EndpointSlice controller
 // does. zone returns the zone of a node, if it is known.
-func podSlices(svc *v1.Service, pods []*v1.Pod, zone func(node string) string, c *checker) []*discovery.EndpointSlice {
+func podSlices(svc *v1.Service, pods []*v1.Pod, zone func(node string) string, c *source.Findings) []*discovery.EndpointSlice {
 	groups := sliceGroups{}
 	unnamed := map[string][]string{} // by field: the Pods that lack a named port
 	for _, pod := range pods {
@@ -114,7 +114,7 @@ func podSlices(svc *v1.Service, pods []*v1.Pod, zone func(node string) string, c
 		if len(names) > 3 {
 			names = append(names[:3:3], fmt.Sprintf("and %d more", len(unnamed[field])-3))
 		}
-		c.problem(field, "they are not endpoints of this port",
+		c.Problem(field, "they are not endpoints of this port",
 			"no container port of this name and protocol in Pod %s", strings.Join(names, ", "))
 	}
 	return groups.slices(svc, sliceController, maxPodSlice)

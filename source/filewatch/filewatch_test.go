@@ -12,26 +12,27 @@ import (
 	"time"
 )
 
+func must(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
 // TestDirectories holds which directories matter for a file behind links, such as one in the volume of a ConfigMap.
 func TestDirectories(t *testing.T) {
 	t.Parallel()
 	top := t.TempDir()
 	for _, dir := range []string{"volume/..v1", "elsewhere"} {
-		if err := os.MkdirAll(filepath.Join(top, dir), 0o755); err != nil {
-			t.Fatal(err)
-		}
+		must(t, os.MkdirAll(filepath.Join(top, dir), 0o755))
 	}
 	for path, target := range map[string]string{
 		"volume/..data": "..v1", "volume/file": "..data/file", "volume/gone": "../none/x/file",
 		"link": "volume", "chain": "elsewhere/chain", "elsewhere/chain": filepath.Join(top, "volume/file"),
 	} {
-		if err := os.Symlink(target, filepath.Join(top, path)); err != nil {
-			t.Fatal(err)
-		}
+		must(t, os.Symlink(target, filepath.Join(top, path)))
 	}
-	if err := os.WriteFile(filepath.Join(top, "volume/..v1/file"), nil, 0o644); err != nil {
-		t.Fatal(err)
-	}
+	must(t, os.WriteFile(filepath.Join(top, "volume/..v1/file"), nil, 0o644))
 	for path, want := range map[string]string{
 		"volume/..v1/file": "volume/..v1",
 		"volume/file":      "volume volume/..data",
@@ -42,9 +43,7 @@ func TestDirectories(t *testing.T) {
 		var got []string
 		for _, dir := range slices.Sorted(maps.Keys(Directories(filepath.Join(top, path)))) {
 			rel, err := filepath.Rel(top, dir)
-			if err != nil {
-				t.Fatal(err)
-			}
+			must(t, err)
 			got = append(got, rel)
 		}
 		if text := strings.Join(got, " "); text != want {
@@ -63,9 +62,7 @@ func TestWatcher(t *testing.T) {
 		t.Error("what Watch says of new directories is wrong")
 	}
 	for _, dir := range []string{first, second} {
-		if err := os.WriteFile(filepath.Join(dir, "file"), nil, 0o644); err != nil {
-			t.Fatal(err)
-		}
+		must(t, os.WriteFile(filepath.Join(dir, "file"), nil, 0o644))
 	}
 	select {
 	case e := <-w.C:
@@ -85,21 +82,13 @@ func TestWatchWhileEventsWait(t *testing.T) {
 	dir, away := filepath.Join(top, "dir"), filepath.Join(top, "away")
 	w := New(slog.New(slog.DiscardHandler))
 	defer w.Close()
-	if err := os.Mkdir(dir, 0o755); err != nil {
-		t.Fatal(err)
-	}
+	must(t, os.Mkdir(dir, 0o755))
 	w.Watch(map[string]bool{dir: true})
 	for _, name := range []string{"a", "b", "c"} { // More than are received before C is.
-		if err := os.WriteFile(filepath.Join(dir, name), nil, 0o644); err != nil {
-			t.Fatal(err)
-		}
+		must(t, os.WriteFile(filepath.Join(dir, name), nil, 0o644))
 	}
-	if err := os.Rename(dir, away); err != nil {
-		t.Fatal(err)
-	}
-	if err := os.RemoveAll(away); err != nil {
-		t.Fatal(err)
-	}
+	must(t, os.Rename(dir, away))
+	must(t, os.RemoveAll(away))
 	for range 20 {
 		select {
 		case <-w.C:
@@ -127,9 +116,7 @@ func TestManyEvents(t *testing.T) {
 	defer w.Close()
 	w.Watch(map[string]bool{dir: true})
 	for i := range 3 * mostWaiting {
-		if err := os.WriteFile(filepath.Join(dir, strconv.Itoa(i)), nil, 0o644); err != nil {
-			t.Fatal(err)
-		}
+		must(t, os.WriteFile(filepath.Join(dir, strconv.Itoa(i)), nil, 0o644))
 	}
 	for end := time.After(time.Minute); ; {
 		select {

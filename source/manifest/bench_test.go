@@ -5,7 +5,10 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
+
+	"sigs.k8s.io/yaml"
 )
 
 // The objects of the benchmarks, of about the size that an API server prints them in.
@@ -20,94 +23,33 @@ const (
 		`"ports":[{"name":"http","port":8080,"protocol":"TCP"}],"endpoints":[` +
 		`{"addresses":["10.%[3]d.%[4]d.1"],"conditions":{"ready":true,"serving":true,"terminating":false},"nodeName":"node-a","zone":"a"},` +
 		`{"addresses":["10.%[3]d.%[4]d.2"],"conditions":{"ready":true,"serving":true,"terminating":false},"nodeName":"node-b","zone":"b"}]}`
-	benchServiceYAML = `apiVersion: v1
-kind: Service
-metadata:
-  name: web-%[1]d
-  namespace: bench-%[2]d
-  labels:
-    app.kubernetes.io/name: web-%[1]d
-    app.kubernetes.io/part-of: bench
-spec:
-  type: ClusterIP
-  ports:
-  - name: http
-    port: 80
-    protocol: TCP
-    targetPort: 8080
-  sessionAffinity: None
-  internalTrafficPolicy: Cluster
-  ipFamilies:
-  - IPv4
-  ipFamilyPolicy: SingleStack
-`
-	benchSliceYAML = `apiVersion: discovery.k8s.io/v1
-kind: EndpointSlice
-metadata:
-  name: web-%[1]d-abcde
-  namespace: bench-%[2]d
-  labels:
-    kubernetes.io/service-name: web-%[1]d
-addressType: IPv4
-ports:
-- name: http
-  port: 8080
-  protocol: TCP
-endpoints:
-- addresses:
-  - 10.%[3]d.%[4]d.1
-  conditions:
-    ready: true
-    serving: true
-    terminating: false
-  nodeName: node-a
-  zone: a
-- addresses:
-  - 10.%[3]d.%[4]d.2
-  conditions:
-    ready: true
-    serving: true
-    terminating: false
-  nodeName: node-b
-  zone: b
-`
 )
 
 // benchManifest writes n Services and n EndpointSlices: as a JSON List, as YAML documents, or as a YAML List.
-func benchManifest(n int, format string) []byte {
-	var b bytes.Buffer
-	if format == "json" {
-		b.WriteString(`{"apiVersion":"v1","kind":"List","items":[`)
-	} else if format == "yaml-list" {
-		b.WriteString("apiVersion: v1\nkind: List\nitems:\n")
-	}
-	add := func(js, yaml string, args ...any) {
-		switch format {
-		case "json":
-			if b.Bytes()[b.Len()-1] != '[' {
-				b.WriteString(",\n")
-			}
-			fmt.Fprintf(&b, js, args...)
-		case "yaml":
-			b.WriteString("---\n")
-			fmt.Fprintf(&b, yaml, args...)
-		case "yaml-list":
-			text := bytes.TrimSuffix(fmt.Appendf(nil, yaml, args...), []byte{'\n'})
-			b.WriteString("- ")
-			b.Write(bytes.ReplaceAll(text, []byte{'\n'}, []byte("\n  ")))
-			b.WriteString("\n")
-		}
+func benchManifest(b *testing.B, n int, format string) []byte {
+	var objects [][]byte
+	for i := range n {
+		objects = append(objects, fmt.Appendf(nil, benchService, i, i%100))
 	}
 	for i := range n {
-		add(benchService, benchServiceYAML, i, i%100)
-	}
-	for i := range n {
-		add(benchSlice, benchSliceYAML, i, i%100, i/250, i%250)
+		objects = append(objects, fmt.Appendf(nil, benchSlice, i, i%100, i/250, i%250))
 	}
 	if format == "json" {
-		b.WriteString("]}")
+		return slices.Concat([]byte(`{"apiVersion":"v1","kind":"List","items":[`), bytes.Join(objects, []byte(",\n")), []byte("]}"))
 	}
-	return b.Bytes()
+	for i, text := range objects {
+		var err error
+		objects[i], err = yaml.JSONToYAML(text)
+		must(b, err)
+	}
+	if format == "yaml" {
+		return bytes.Join(objects, []byte("---\n"))
+	}
+	out := []byte("apiVersion: v1\nkind: List\nitems:\n")
+	for _, text := range objects {
+		out = fmt.Appendf(out, "- %s\n", bytes.ReplaceAll(bytes.TrimSpace(text), []byte("\n"), []byte("\n  ")))
+	}
+	return out
 }
 
 func BenchmarkLoad(b *testing.B) {
@@ -118,10 +60,8 @@ func BenchmarkLoad(b *testing.B) {
 				name = "all.json"
 			}
 			path := filepath.Join(b.TempDir(), name)
-			data := benchManifest(10_000, format)
-			if err := os.WriteFile(path, data, 0o644); err != nil {
-				b.Fatal(err)
-			}
+			data := benchManifest(b, 10_000, format)
+			must(b, os.WriteFile(path, data, 0o644))
 			b.SetBytes(int64(len(data)))
 			for b.Loop() {
 				batch, err := Load(Config{Path: path})
@@ -135,11 +75,9 @@ func BenchmarkLoad(b *testing.B) {
 
 // BenchmarkEdit measures what a change of one endpoint costs in a file of 10,000 Services and slices.
 func BenchmarkEdit(b *testing.B) {
-	data := benchManifest(10_000, "json")
+	data := benchManifest(b, 10_000, "json")
 	_, s, err := Config{Path: "all.json"}.open()
-	if err != nil {
-		b.Fatal(err)
-	}
+	must(b, err)
 	versions := [2][]byte{data, bytes.Replace(data, []byte("10.20.5.2"), []byte("10.20.5.9"), 1)}
 	i := 0
 	next := func() int {

@@ -26,6 +26,16 @@ func twenty(step int) (manifest, lines string) {
 	return strings.Join(docs, "---\n"), lines
 }
 
+// startTwenty runs a Source on a directory with that file, and returns the file and what is in it.
+func startTwenty(t *testing.T) (r *running, file, text string) {
+	t.Helper()
+	text, lines := twenty(0)
+	dir := writeFiles(t, map[string]string{"all.yaml": text})
+	r = start(t, dir)
+	r.awaitState("start", lines)
+	return r, filepath.Join(dir, "all.yaml"), text
+}
+
 // nothingChanged fails where a batch has taken a Service away or changed one since a number of batches.
 func (r *running) nothingChanged(since int, what string) {
 	r.t.Helper()
@@ -47,39 +57,28 @@ func (r *running) nothingChanged(since int, what string) {
 func overwrite(t *testing.T, path string, pause time.Duration, pieces ...string) {
 	t.Helper()
 	f, err := os.Create(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
 	for i, piece := range pieces {
 		if i > 0 {
 			time.Sleep(pause) // Who writes is slow.
 		}
-		if _, err := f.WriteString(piece); err != nil {
-			t.Fatal(err)
-		}
+		_, err := f.WriteString(piece)
+		must(t, err)
 	}
-	if err := f.Close(); err != nil {
-		t.Fatal(err)
-	}
+	must(t, f.Close())
 }
 
 // TestCutAtEveryByte cuts a file of twenty documents at every byte, or with -short at one in eleven. No object may leave or change.
 func TestCutAtEveryByte(t *testing.T) {
 	t.Parallel()
-	text, lines := twenty(0)
-	dir := writeFiles(t, map[string]string{"all.yaml": text})
-	file := filepath.Join(dir, "all.yaml")
-	r := start(t, dir)
-	r.awaitState("start", lines)
+	r, file, text := startTwenty(t)
 	before := r.count()
 	step := 1
 	if testing.Short() {
 		step = 11
 	}
 	for at := len(text) - 1; at >= 0; at -= step {
-		if err := os.Truncate(file, int64(at)); err != nil {
-			t.Fatal(err)
-		}
+		must(t, os.Truncate(file, int64(at)))
 		time.Sleep(4 * time.Millisecond) // Some of the states are to be read, and nothing says which were.
 	}
 	r.awaitSaid("all.yaml:1: ")
@@ -92,22 +91,17 @@ func TestCutAtEveryByte(t *testing.T) {
 // TestCutForLong leaves a file cut off for longer than it takes until it is read.
 func TestCutForLong(t *testing.T) {
 	t.Parallel()
-	text, lines := twenty(0)
-	for what, at := range map[string]int{
-		"nothing left":      0,
-		"within a number":   strings.LastIndex(text, "8080") + 2,
-		"after a port":      strings.LastIndex(text, "- name: b"),
-		"within a document": strings.LastIndex(text, "ports:") + 3,
+	for what, at := range map[string]func(text string) int{
+		"nothing left":      func(string) int { return 0 },
+		"within a number":   func(text string) int { return strings.LastIndex(text, "8080") + 2 },
+		"after a port":      func(text string) int { return strings.LastIndex(text, "- name: b") },
+		"within a document": func(text string) int { return strings.LastIndex(text, "ports:") + 3 },
 	} {
 		t.Run(what, func(t *testing.T) {
 			t.Parallel()
-			dir := writeFiles(t, map[string]string{"all.yaml": text})
-			r := start(t, dir)
-			r.awaitState("start", lines)
+			r, file, text := startTwenty(t)
 			before := r.count()
-			if err := os.Truncate(filepath.Join(dir, "all.yaml"), int64(at)); err != nil {
-				t.Fatal(err)
-			}
+			must(t, os.Truncate(file, int64(at(text))))
 			r.awaitSaid("all.yaml:")
 			time.Sleep(3 * quiet) // Nothing is to change, also after this time.
 			r.nothingChanged(before, what)
@@ -118,70 +112,12 @@ func TestCutForLong(t *testing.T) {
 // TestRewriteInPieces writes a file anew in place, with pauses for longer than it takes until it is read.
 func TestRewriteInPieces(t *testing.T) {
 	t.Parallel()
-	text, lines := twenty(0)
-	dir := writeFiles(t, map[string]string{"all.yaml": text})
-	r := start(t, dir)
-	r.awaitState("start", lines)
+	r, file, text := startTwenty(t)
 	before := r.count()
 	third := len(text) / 3
-	overwrite(t, filepath.Join(dir, "all.yaml"), 3*quiet, text[:third], text[third:2*third], text[2*third:])
+	overwrite(t, file, 3*quiet, text[:third], text[third:2*third], text[2*third:])
 	r.await("no fault", func() bool { return len(r.source.Faults()) == 0 })
 	r.nothingChanged(before, "written")
-}
-
-// TestDocumentsBehindAFault holds that objects which a file had behind a place that can't be read stay.
-func TestDocumentsBehindAFault(t *testing.T) {
-	t.Parallel()
-	text, lines := twenty(0)
-	dir := writeFiles(t, map[string]string{"all.yaml": text})
-	r := start(t, dir)
-	r.awaitState("start", lines)
-	before := r.count()
-	docs := strings.SplitAfter(text, "---\n")
-	write(t, filepath.Join(dir, "all.yaml"), strings.Join(docs[:3], "")+strings.Replace(docs[3], "spec:", "spec: {", 1))
-	r.awaitSaid("all.yaml:")
-	time.Sleep(3 * quiet) // Nothing is to change, also after this time.
-	r.nothingChanged(before, "broken")
-}
-
-// TestObjectsStayThatAreNotNamedAnyMore holds that objects stay which a file no longer has since something in it is written wrongly: a
-// kind that there is not, or line ends that hide where a document begins.
-func TestObjectsStayThatAreNotNamedAnyMore(t *testing.T) {
-	t.Parallel()
-	for what, fault := range map[string]struct {
-		change func(text string) string
-		says   string
-	}{
-		"a kind in lower case": {
-			func(text string) string { return strings.Replace(text, "kind: Service\n", "kind: service\n", 1) }, `v1 has no kind "service"`,
-		},
-		"a kind that is misspelt": {
-			func(text string) string { return strings.Replace(text, "kind: Service\n", "kind: Servcie\n", 1) }, `v1 has no kind "Servcie"`,
-		},
-		"all kinds in lower case": {
-			func(text string) string { return strings.ReplaceAll(text, "kind: Service\n", "kind: service\n") }, `v1 has no kind "service"`,
-		},
-		"lines that end with a carriage return alone": {
-			func(text string) string { return strings.ReplaceAll(text, "\n", "\r") }, "a second document begins here",
-		},
-	} {
-		t.Run(what, func(t *testing.T) {
-			t.Parallel()
-			text, lines := twenty(0)
-			dir := writeFiles(t, map[string]string{"all.yaml": text})
-			r := start(t, dir)
-			r.awaitState("start", lines)
-			before := r.count()
-			changed := fault.change(text)
-			if changed == text {
-				t.Fatal("the text is as it was")
-			}
-			write(t, filepath.Join(dir, "all.yaml"), changed)
-			r.awaitSaid(fault.says)
-			time.Sleep(3 * quiet) // Nothing is to change, also after this time.
-			r.nothingChanged(before, "broken")
-		})
-	}
 }
 
 // TestFilesThatCantBeRead holds that no object leaves with a file that is there but can't be read, nor with the directory.
@@ -189,25 +125,28 @@ func TestFilesThatCantBeRead(t *testing.T) {
 	t.Parallel()
 	for what, fault := range map[string]func(t *testing.T, dir string){
 		"dangling": func(t *testing.T, dir string) {
-			remove(t, filepath.Join(dir, "web.yaml"))
-			symlink(t, "/does/not/exist", filepath.Join(dir, "web.yaml"))
+			must(t, os.RemoveAll(filepath.Join(dir, "web.yaml")))
+			must(t, os.Symlink("/does/not/exist", filepath.Join(dir, "web.yaml")))
 		},
 		"unreadable": func(t *testing.T, dir string) { // Reading it is an I/O error.
-			symlink(t, "/proc/self/mem", filepath.Join(dir, ".new"))
-			rename(t, filepath.Join(dir, ".new"), filepath.Join(dir, "web.yaml"))
+			must(t, os.Symlink("/proc/self/mem", filepath.Join(dir, ".new")))
+			must(t, os.Rename(filepath.Join(dir, ".new"), filepath.Join(dir, "web.yaml")))
 		},
 		"no file": func(t *testing.T, dir string) {
-			symlink(t, "/dev/zero", filepath.Join(dir, ".new"))
-			rename(t, filepath.Join(dir, ".new"), filepath.Join(dir, "web.yaml"))
+			must(t, os.Symlink("/dev/zero", filepath.Join(dir, ".new")))
+			must(t, os.Rename(filepath.Join(dir, ".new"), filepath.Join(dir, "web.yaml")))
 		},
-		"directory gone":      func(t *testing.T, dir string) { rename(t, dir, dir+".away") },
-		"directory removed":   func(t *testing.T, dir string) { remove(t, dir) },
-		"another directory":   func(t *testing.T, dir string) { rename(t, dir, dir+".away"); mkdir(t, dir) },
-		"a file in its place": func(t *testing.T, dir string) { rename(t, dir, dir+".away"); write(t, dir, "x") },
-		"a link to nowhere":   func(t *testing.T, dir string) { rename(t, dir, dir+".away"); symlink(t, "/does/not/exist", dir) },
+		"directory gone":      func(t *testing.T, dir string) { must(t, os.Rename(dir, dir+".away")) },
+		"directory removed":   func(t *testing.T, dir string) { must(t, os.RemoveAll(dir)) },
+		"another directory":   func(t *testing.T, dir string) { must(t, os.Rename(dir, dir+".away")); must(t, os.Mkdir(dir, 0o755)) },
+		"a file in its place": func(t *testing.T, dir string) { must(t, os.Rename(dir, dir+".away")); write(t, dir, "x") },
+		"a link to nowhere": func(t *testing.T, dir string) {
+			must(t, os.Rename(dir, dir+".away"))
+			must(t, os.Symlink("/does/not/exist", dir))
+		},
 		"subdirectory no link": func(t *testing.T, dir string) {
-			rename(t, dir+"/sub", dir+"/.away")
-			symlink(t, "/does/not/exist", dir+"/sub")
+			must(t, os.Rename(dir+"/sub", dir+"/.away"))
+			must(t, os.Symlink("/does/not/exist", dir+"/sub"))
 		},
 	} {
 		t.Run(what, func(t *testing.T) {
@@ -255,7 +194,7 @@ func TestReplacedAfterStartOverBroken(t *testing.T) {
 		r := start(t, dir)
 		r.awaitState("what can be read", l2)
 		begun := time.Now()
-		remove(t, file)
+		must(t, os.RemoveAll(file))
 		time.Sleep(25 * time.Millisecond) // It is away for less than quiet.
 		write(t, file, m1)
 		took := time.Since(begun)
@@ -287,7 +226,7 @@ func TestRemovedAfterStartOverBroken(t *testing.T) {
 	dir := writeFiles(t, map[string]string{"other.yaml": m2, "web.yaml": ""})
 	r := start(t, dir)
 	r.awaitState("what can be read", l2)
-	remove(t, filepath.Join(dir, "web.yaml"))
+	must(t, os.RemoveAll(filepath.Join(dir, "web.yaml")))
 	r.await("whole", func() bool { return r.extent() == source.Whole })
 	r.await("no fault", func() bool { return len(r.source.Faults()) == 0 })
 }
@@ -348,8 +287,8 @@ func TestStartOverBroken(t *testing.T) {
 			write(t, file, text[:strings.Index(text, "Nodeport")+len("Node")])
 		},
 		"refused":   func(file string) { write(t, file, strings.Replace(m1, "ports", "type: Nodeport\n  ports", 1)) },
-		"dangling":  func(file string) { symlink(t, "/does/not/exist", file) },
-		"I/O error": func(file string) { symlink(t, "/proc/self/mem", file) },
+		"dangling":  func(file string) { must(t, os.Symlink("/does/not/exist", file)) },
+		"I/O error": func(file string) { must(t, os.Symlink("/proc/self/mem", file)) },
 	} {
 		t.Run(what, func(t *testing.T) {
 			t.Parallel()
@@ -369,7 +308,7 @@ func TestStartOverBroken(t *testing.T) {
 			} else if len(faults) != 1 || !strings.Contains(faults[0], file) {
 				t.Errorf("faults: %q", faults)
 			}
-			remove(t, file)
+			must(t, os.RemoveAll(file))
 			write(t, file, m1)
 			r.awaitState("mended", l2+l1)
 			r.await("whole", func() bool { // It may have come before the object, when the file was seen to be gone.
@@ -388,11 +327,4 @@ func TestStartOverBroken(t *testing.T) {
 			t.Errorf("the first batch has extent %v", b.Extent)
 		}
 	})
-}
-
-func mkdir(t *testing.T, dir string) {
-	t.Helper()
-	if err := os.Mkdir(dir, 0o755); err != nil {
-		t.Fatal(err)
-	}
 }

@@ -33,10 +33,13 @@ func writeFiles(t testing.TB, files map[string]string) string {
 
 func write(t testing.TB, path, content string) {
 	t.Helper()
-	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
-		t.Fatal(err)
-	}
-	if err := os.WriteFile(path, []byte(content), 0o644); err != nil {
+	must(t, os.MkdirAll(filepath.Dir(path), 0o755))
+	must(t, os.WriteFile(path, []byte(content), 0o644))
+}
+
+func must(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
 		t.Fatal(err)
 	}
 }
@@ -56,9 +59,7 @@ func loadFiles(t testing.TB, files map[string]string, change ...func(*Config)) (
 		c(&cfg)
 	}
 	batch, err := Load(cfg)
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
 	for i := range f {
 		f[i].Where = strings.ReplaceAll(f[i].Where, dir+"/", "")
 		f[i].Detail = strings.ReplaceAll(f[i].Detail, dir+"/", "")

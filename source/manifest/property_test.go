@@ -7,6 +7,7 @@ import (
 	"strings"
 	"testing"
 
+	v1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/equality"
 	"pgregory.net/rapid"
 
@@ -89,26 +90,16 @@ func (p *player) put(files map[string]string, gone ...string) {
 		readings = append(readings, &reading{path: name, data: []byte(files[name])})
 	}
 	p.all.Merge(p.s.update(readings, gone))
-	for name, svc := range p.all.Services {
-		if svc == nil {
-			delete(p.all.Services, name)
-		}
-	}
-	for name, es := range p.all.EndpointSlices {
-		if es == nil {
-			delete(p.all.EndpointSlices, name)
-		}
-	}
-	for name, node := range p.all.Nodes {
-		if node == nil || node.DeletionTimestamp != nil { // the latter is what Merge makes of one that is gone
-			delete(p.all.Nodes, name)
-		}
-	}
-	for name, cidr := range p.all.ServiceCIDRs {
-		if cidr == nil {
-			delete(p.all.ServiceCIDRs, name)
-		}
-	}
+	withoutGone(p.all.Services)
+	withoutGone(p.all.EndpointSlices)
+	withoutGone(p.all.ServiceCIDRs)
+	maps.DeleteFunc(p.all.Nodes, func(_ string, node *v1.Node) bool { // Merge makes one that is being deleted of one that is gone.
+		return node == nil || node.DeletionTimestamp != nil
+	})
+}
+
+func withoutGone[K comparable, V any](objects map[K]*V) {
+	maps.DeleteFunc(objects, func(_ K, v *V) bool { return v == nil })
 }
 
 func (p *player) equals(t *rapid.T, o *player, how string) {

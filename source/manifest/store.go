@@ -59,16 +59,15 @@ func newStore(cfg *Config) (*store, error) {
 	return s, err
 }
 
-// located adds the places of the objects to what the cluster reports.
-func (s *store) located(topic string, remarks []controlplane.Remark) {
-	var out []remark
-	for _, r := range remarks {
-		r.Object = r.ID.String()
-		rem := remark{Finding: r.Finding}
-		if list := s.definitions[r.ID]; len(list) > 0 {
-			rem.object = list[0]
+// located adds an object and its place to what the cluster reports.
+func (s *store) located(topic string, about controlplane.ID, found []source.Finding) {
+	out := make([]remark, len(found))
+	for i, f := range found {
+		f.Object = about.String()
+		out[i] = remark{Finding: f}
+		if list := s.definitions[about]; len(list) > 0 {
+			out[i].object = list[0]
 		}
-		out = append(out, rem)
 	}
 	s.findings.set(topic, out)
 }

@@ -73,9 +73,7 @@ func start(t *testing.T, path string) *running {
 	t.Helper()
 	r := &running{t: t, path: path}
 	s, err := New(Config{Path: path, Report: r.report})
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
 	r.source = s
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error)
@@ -115,27 +113,6 @@ func at(name string, ip int) (manifest, line string) {
 		fmt.Sprintf("svc default/%s ClusterIP 10.96.0.%d :80/TCP->80\n", name, ip)
 }
 
-func rename(t *testing.T, from, to string) {
-	t.Helper()
-	if err := os.Rename(from, to); err != nil {
-		t.Fatal(err)
-	}
-}
-
-func remove(t *testing.T, path string) {
-	t.Helper()
-	if err := os.RemoveAll(path); err != nil {
-		t.Fatal(err)
-	}
-}
-
-func symlink(t *testing.T, target, path string) {
-	t.Helper()
-	if err := os.Symlink(target, path); err != nil {
-		t.Fatal(err)
-	}
-}
-
 func TestWatchSaves(t *testing.T) {
 	t.Parallel()
 	m1, l1 := at("web", 1)
@@ -152,9 +129,9 @@ func TestWatchSaves(t *testing.T) {
 	write(t, file, m2) // truncate and write
 	r.awaitState("write", otherLine+l2)
 	write(t, filepath.Join(dir, ".web.yaml.swp"), m3)
-	rename(t, filepath.Join(dir, ".web.yaml.swp"), file) // write beside, rename over
+	must(t, os.Rename(filepath.Join(dir, ".web.yaml.swp"), file)) // write beside, rename over
 	r.awaitState("rename over", otherLine+l3)
-	rename(t, file, file+"~") // move away, write anew
+	must(t, os.Rename(file, file+"~")) // move away, write anew
 	write(t, file, m1)
 	r.awaitState("backup and write", otherLine+l1)
 	sub, subLine := at("sub", 7)
@@ -162,15 +139,15 @@ func TestWatchSaves(t *testing.T) {
 	r.awaitState("a new directory", otherLine+subLine+l1)
 	write(t, filepath.Join(dir, "a/b/sub.yaml"), strings.Replace(sub, "sub", "bus", 1))
 	r.awaitState("a file in it", strings.Replace(subLine, "sub", "bus", 1)+otherLine+l1)
-	remove(t, filepath.Join(dir, "a"))
+	must(t, os.RemoveAll(filepath.Join(dir, "a")))
 	r.awaitState("the directory removed", otherLine+l1)
-	rename(t, file, filepath.Join(dir, "renamed.yaml"))
+	must(t, os.Rename(file, filepath.Join(dir, "renamed.yaml")))
 	before := r.count()
 	time.Sleep(100 * time.Millisecond) // No batch is to come, and there is no sign of that.
 	if r.count() != before {
 		t.Errorf("a file with another name and the same objects makes %d batches", r.count()-before)
 	}
-	remove(t, filepath.Join(dir, "renamed.yaml"))
+	must(t, os.RemoveAll(filepath.Join(dir, "renamed.yaml")))
 	r.awaitState("removed", otherLine)
 	for _, b := range r.batches[1:] {
 		if b.Synced || len(b.Services) > 2 {
@@ -219,7 +196,7 @@ func TestWatchBroken(t *testing.T) {
 	r.awaitState("mended, with one object less", ol2)
 	write(t, file, "")
 	r.awaitSaid("all.yaml:1: the file is empty, as while it is being written; all objects of the file stay as they were")
-	remove(t, file)
+	must(t, os.RemoveAll(file))
 	r.awaitState("removed", "")
 }
 
@@ -263,8 +240,8 @@ func TestWatchConfigMap(t *testing.T) {
 	m2, l2 := at("web", 2)
 	m3, l3 := at("web", 3)
 	dir := writeFiles(t, map[string]string{"..v1/web.yaml": m1})
-	symlink(t, "..v1", filepath.Join(dir, "..data"))
-	symlink(t, "..data/web.yaml", filepath.Join(dir, "web.yaml"))
+	must(t, os.Symlink("..v1", filepath.Join(dir, "..data")))
+	must(t, os.Symlink("..data/web.yaml", filepath.Join(dir, "web.yaml")))
 	whole, single := start(t, dir), start(t, filepath.Join(dir, "web.yaml"))
 	both := func(what, want string) {
 		t.Helper()
@@ -275,10 +252,10 @@ func TestWatchConfigMap(t *testing.T) {
 	for i, version := range []struct{ manifest, line string }{{m2, l2}, {m3, l3}} {
 		name := fmt.Sprintf("..v%d", i+2)
 		write(t, filepath.Join(dir, name, "web.yaml"), version.manifest)
-		symlink(t, name, filepath.Join(dir, "..data_tmp"))
-		rename(t, filepath.Join(dir, "..data_tmp"), filepath.Join(dir, "..data"))
+		must(t, os.Symlink(name, filepath.Join(dir, "..data_tmp")))
+		must(t, os.Rename(filepath.Join(dir, "..data_tmp"), filepath.Join(dir, "..data")))
 		both("swap", version.line)
-		remove(t, filepath.Join(dir, fmt.Sprintf("..v%d", i+1)))
+		must(t, os.RemoveAll(filepath.Join(dir, fmt.Sprintf("..v%d", i+1))))
 	}
 	if strings.Contains(whole.said()+single.said(), "problem") {
 		t.Error(whole.said(), single.said())
@@ -291,7 +268,7 @@ func TestWatchLink(t *testing.T) {
 	m2, l2 := at("web", 2)
 	target := writeFiles(t, map[string]string{"x.txt": m1})
 	dir := t.TempDir()
-	symlink(t, filepath.Join(target, "x.txt"), filepath.Join(dir, "web.yaml"))
+	must(t, os.Symlink(filepath.Join(target, "x.txt"), filepath.Join(dir, "web.yaml")))
 	r := start(t, dir)
 	r.awaitState("start", l1)
 	write(t, filepath.Join(target, "x.txt"), m2)
@@ -309,9 +286,9 @@ func TestWatchSingleFile(t *testing.T) {
 	write(t, file, m2)
 	r.awaitState("write", l2)
 	write(t, filepath.Join(dir, "tmp"), m1)
-	rename(t, filepath.Join(dir, "tmp"), file)
+	must(t, os.Rename(filepath.Join(dir, "tmp"), file))
 	r.awaitState("rename over", l1)
-	remove(t, file)
+	must(t, os.RemoveAll(file))
 	r.awaitState("removed", "")
 	write(t, file, m2)
 	r.awaitState("made anew", l2)
@@ -332,18 +309,18 @@ func TestWatchDirectoryComesAndGoes(t *testing.T) {
 	write(t, filepath.Join(dir, "web.yaml"), m1)
 	r.awaitState("made later", l1)
 	// All at once: on a busy machine, its file would be gone for long before it.
-	rename(t, dir, filepath.Join(top, "removed"))
-	remove(t, filepath.Join(top, "removed"))
+	must(t, os.Rename(dir, filepath.Join(top, "removed")))
+	must(t, os.RemoveAll(filepath.Join(top, "removed")))
 	r.awaitSaid("there is nothing at this path; all objects of the files below stay as they were")
 	r.awaitState("removed", l1)
 	write(t, filepath.Join(dir, "web.yaml"), m2)
 	r.awaitState("made anew", l2)
 	write(t, filepath.Join(dir, "web.yaml"), m1)
 	r.awaitState("and watched", l1)
-	rename(t, dir, dir+"2")
+	must(t, os.Rename(dir, dir+"2"))
 	r.await("moved away", func() bool { return len(r.source.Faults()) > 0 })
 	r.awaitState("moved away", l1)
-	rename(t, dir+"2", dir)
+	must(t, os.Rename(dir+"2", dir))
 	r.await("moved back", func() bool { return len(r.source.Faults()) == 0 })
 	r.awaitState("moved back", l1)
 }
@@ -352,12 +329,10 @@ func TestUnreadable(t *testing.T) {
 	t.Parallel()
 	m1, l1 := at("web", 1)
 	dir := writeFiles(t, map[string]string{"web.yaml": m1})
-	if err := os.Mkdir(filepath.Join(dir, "dir.yaml"), 0o755); err != nil {
-		t.Fatal(err)
-	}
-	symlink(t, "/does/not/exist", filepath.Join(dir, "nowhere.yaml"))
-	symlink(t, "/dev/zero", filepath.Join(dir, "zero.yaml"))
-	symlink(t, dir, filepath.Join(dir, "circle"))
+	must(t, os.Mkdir(filepath.Join(dir, "dir.yaml"), 0o755))
+	must(t, os.Symlink("/does/not/exist", filepath.Join(dir, "nowhere.yaml")))
+	must(t, os.Symlink("/dev/zero", filepath.Join(dir, "zero.yaml")))
+	must(t, os.Symlink(dir, filepath.Join(dir, "circle")))
 	r := start(t, dir)
 	r.awaitState("start", l1)
 	r.awaitSaid("zero.yaml: can't be read: not a regular file; it is left out")

@@ -141,12 +141,9 @@ func describeSlice(es *discovery.EndpointSlice) string {
 	for _, e := range es.Endpoints {
 		s += " " + strings.Join(e.Addresses, "+")
 		c := e.Conditions
-		for _, x := range []struct {
-			mark string
-			on   *bool
-		}{{"r", c.Ready}, {"s", c.Serving}, {"t", c.Terminating}} {
-			if x.on != nil && *x.on {
-				s += "," + x.mark
+		for i, is := range []*bool{c.Ready, c.Serving, c.Terminating} {
+			if is != nil && *is {
+				s += "," + "rst"[i:i+1]
 			}
 		}
 		if e.NodeName != nil {
