@@ -145,20 +145,5 @@ func (j *judgement) inMark(value, mask uint32, invert bool) {
 	j.depends(j.packet.mark.is(value, mask), invert, reg.text(op, inRegister(value)))
 }
 
-// setMark has the rule do what the target MARK of iptables does: clear the bits of mask, and then invert those of value.
-func (j *judgement) setMark(value, mask uint32) {
-	m := j.packet.mark.replaced(mask, value)
-	j.rule.mark = &m
-}
-
-// forgetMark has the rule set bits of the mark that are not known then.
-func (j *judgement) forgetMark(bits uint32) {
-	m := j.packet.mark.forget(bits)
-	j.rule.mark = &m
-}
-
-// restoreMark has it take some bits from the mark of the connection.
-func (j *judgement) restoreMark(bits uint32) {
-	j.forgetMark(bits)
-	j.rule.restores = bits
-}
+// setMark has the rule set the mark.
+func (j *judgement) setMark(m mark) { j.rule.mark = &m }

@@ -115,7 +115,7 @@ func (r *reading) read(e expr.Any) {
 	case *expr.Notrack:
 		r.ends = []end{{verdict: notrack}}
 	case *expr.Target:
-		r.target(e)
+		r.target(nativeTarget(e))
 	case *expr.Reject:
 		r.ends = []end{{verdict: "reject"}}
 	case *expr.NAT:
@@ -149,8 +149,7 @@ func (r *reading) read(e expr.Any) {
 		if reg := r.regs[slot(e.Register)]; !e.SourceRegister {
 			r.regs[slot(e.Register)] = r.meta(e)
 		} else if e.Key == expr.MetaKeyMARK {
-			m := reg.mark()
-			r.rule.mark = &m
+			r.setMark(reg.mark())
 		}
 	default:
 		if into, value, loads := r.load(e); loads {
@@ -253,38 +252,25 @@ func padded(value []byte) []byte {
 	return append(slices.Clone(value), make([]byte, (4-len(value)%4)%4)...)
 }
 
-// target judges a target of iptables.
-func (r *reading) target(e *expr.Target) {
+// nativeTarget reads a target of iptables. Those that lead to other chains, or drop, are verdicts in this variant.
+func nativeTarget(e *expr.Target) target {
 	const flagNotrack = 1 // of struct xt_ct_target_info, which begins with its flags
+	t := target{name: e.Name, other: end{verdict: "accept"}, forgets: e.Name == "MARK"}
 	info, _ := e.Info.(*xt.Unknown)
 	switch {
-	case e.Name == "REJECT":
-		r.ends = []end{{verdict: "reject"}}
-	case e.Name == "NOTRACK", e.Name == "CT" && info != nil && len(*info) >= 2 && binary.NativeEndian.Uint16(*info)&flagNotrack != 0:
-		r.ends = []end{{verdict: notrack}}
-	case translating[e.Name]:
-		to := end{verdict: translates, to: e.Name}
-		port, addr := natRange(e.Info)
-		switch e.Name {
-		case "REDIRECT":
-			to.port = port
-		case "SNAT", "DNAT":
-			to.addr = addr
-		}
-		r.ends = []end{to}
-	case e.Name == "MARK" && info != nil && len(*info) == 8: // struct xt_mark_tginfo2: the mark, and the mask
-		r.setMark(binary.NativeEndian.Uint32(*info), binary.NativeEndian.Uint32((*info)[4:]))
-	case e.Name == "MARK":
-		r.forgetMark(unmarked.known)
-	case e.Name == "CONNMARK" && info != nil:
-		if bits := restored(e.Rev, *info); bits != 0 {
-			r.restoreMark(bits)
-		}
-	case e.Name == "TCPMSS":
-		r.clamps = true
-	case !nonTerminal[e.Name]:
-		r.ends = []end{{verdict: "accept"}}
+	case e.Name == "REDIRECT":
+		t.port, _ = natRange(e.Info)
+	case e.Name == "SNAT", e.Name == "DNAT":
+		_, t.addr = natRange(e.Info)
+	case info == nil:
+	case e.Name == "CT":
+		t.notrack = len(*info) >= 2 && binary.NativeEndian.Uint16(*info)&flagNotrack != 0
+	case e.Name == "MARK" && len(*info) == 8: // struct xt_mark_tginfo2: the mark, and the mask
+		t.inverts, t.clears, t.forgets = binary.NativeEndian.Uint32(*info), binary.NativeEndian.Uint32((*info)[4:]), false
+	case e.Name == "CONNMARK":
+		t.restores = restored(e.Rev, *info)
 	}
+	return t
 }
 
 // restored returns the bits of the packet's mark that the target CONNMARK takes from that of the connection, by struct xt_connmark_tginfo1 or 2.
@@ -504,17 +490,17 @@ func maskOf(p netip.Prefix) []byte { return net.CIDRMask(p.Bits(), p.Addr().BitL
 
 // extension judges a match of iptables.
 func (r *reading) extension(e *expr.Match) {
-	all := portRange{0, 0xffff}
 	protocolPorts := func(src, dst [2]uint16, plain bool) {
 		if !plain {
 			r.unknown("")
 			return
 		}
-		if portRange(src) != all {
-			r.ports(r.packet.src, "sport", []portRange{src}, false)
+		all := [2]uint16{0, 0xffff}
+		if src != all {
+			r.ports(r.packet.src, "sport", []plan.PortRange{{First: src[0], Last: src[1]}}, false)
 		}
-		if portRange(dst) != all {
-			r.ports(r.packet.dst, "dport", []portRange{dst}, false)
+		if dst != all {
+			r.ports(r.packet.dst, "dport", []plan.PortRange{{First: dst[0], Last: dst[1]}}, false)
 		}
 	}
 	switch info := e.Info.(type) {
@@ -578,7 +564,7 @@ func (r *reading) conntrack(info *xt.ConntrackMtinfo3) {
 		}
 	}
 	if info.MatchFlags&askFirstPort != 0 {
-		r.firstToPort(portRange{info.OrigDstPort, max(info.OrigDstPort, info.OrigDstPortHigh)}, inverted(askFirstPort))
+		r.firstToPort(plan.PortRange{First: info.OrigDstPort, Last: max(info.OrigDstPort, info.OrigDstPortHigh)}, inverted(askFirstPort))
 	}
 }
 
@@ -620,14 +606,14 @@ func (r *reading) multiport(info []byte) {
 	if info[0] == source {
 		s, word = r.packet.src, "sport"
 	}
-	var list []portRange
+	var list []plan.PortRange
 	for i := 0; i < int(info[1]); i++ {
 		port := func(i int) uint16 { return binary.NativeEndian.Uint16(info[2+2*i:]) }
 		from := port(i)
 		if begins := info[2+2*most+i] != 0; begins && i+1 < int(info[1]) {
 			i++
 		}
-		list = append(list, portRange{from, port(i)})
+		list = append(list, plan.PortRange{First: from, Last: port(i)})
 	}
 	r.ports(s, word, list, info[2+3*most] != 0)
 }
@@ -684,15 +670,6 @@ func sentence(words []string) string {
 var verdicts = map[expr.VerdictKind]string{
 	expr.VerdictDrop: "drop", expr.VerdictAccept: "accept", expr.VerdictReturn: "return", expr.VerdictJump: "jump", expr.VerdictGoto: "goto",
 	expr.VerdictQueue: "accept", expr.VerdictStolen: "accept", expr.VerdictStop: "accept",
-}
-
-// translating are targets of iptables that translate an address.
-var translating = map[string]bool{"SNAT": true, "DNAT": true, "MASQUERADE": true, "REDIRECT": true, "NETMAP": true}
-
-// nonTerminal are targets of iptables behind which a packet goes on.
-var nonTerminal = map[string]bool{
-	"LOG": true, "NFLOG": true, "ULOG": true, "MARK": true, "CONNMARK": true, "CT": true, "TCPMSS": true, "TRACE": true, "DSCP": true,
-	"TOS": true, "TTL": true, "HL": true, "CLASSIFY": true, "SET": true, "AUDIT": true, "CHECKSUM": true, "NOTRACK": true,
 }
 
 func compared(op expr.CmpOp, order int) bool {

@@ -35,20 +35,10 @@ type Machine struct {
 	Servers map[ServerKey]*Server
 	// Added are addresses and ranges that are local in addition to those of Node.Local.
 	Added map[netip.Prefix]bool
-	// Diverted are destinations whose packets have DivertMark when they are routed, if their address is not local. Such packets are
-	// delivered if the table that MarkTables has for the mark is one of TableRoutes.
-	Diverted    map[plan.Address]bool
-	DivertMark  uint32
-	MarkTables  map[uint32]string
-	TableRoutes map[TableRoute]bool
+	// Diverted are destinations whose packets are delivered although their address is not local.
+	Diverted map[plan.Address]bool
 
 	stations map[Hook][]station
-}
-
-// TableRoute is a local route to an address in a routing table other than local.
-type TableRoute struct {
-	Table string
-	Addr  netip.Addr
 }
 
 // Chain is a chain of rules.
@@ -104,8 +94,7 @@ type station struct {
 // New returns a machine without rules.
 func New(f plan.Family) *Machine {
 	m := &Machine{Family: f, Tables: map[string]map[string]*Chain{}, Sets: map[string]*Set{}, Servers: map[ServerKey]*Server{},
-		Added: map[netip.Prefix]bool{}, Diverted: map[plan.Address]bool{}, MarkTables: map[uint32]string{},
-		TableRoutes: map[TableRoute]bool{}, stations: map[Hook][]station{}}
+		Added: map[netip.Prefix]bool{}, Diverted: map[plan.Address]bool{}, stations: map[Hook][]station{}}
 	// IPVS looks at new connections right before what translates sources at INPUT, and right after what translates destinations at
 	// OUTPUT.
 	m.station(Input, station{priority: 98, table: "ipvs"})
