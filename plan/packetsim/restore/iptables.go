@@ -1,5 +1,5 @@
 // Package restore reads rules of iptables. IPTables adds a text for iptables-restore to a packetsim.Machine, and refuses what that program or
-// the kernel would refuse; it knows what this program's own rules consist of. Options and what parses their values read any rule.
+// the kernel would refuse, and whatever this program's own rules do not consist of. Options and what parses their values read any rule.
 package restore
 
 import (

@@ -54,6 +54,12 @@ func TestRestoreErrors(t *testing.T) {
 			"is no probability"},
 		{"bytecode", table("filter", `-A INPUT -m bpf --bytecode "1,6 0 0" -j DROP`), "is no BPF instruction"},
 		{"length of bytecode", table("filter", `-A INPUT -m bpf --bytecode "2,6 0 0 0" -j DROP`), "and has 1"},
+		{"unknown match", table("filter", "-A FORWARD -m socket --transparent -j DROP"),
+			"line 2: option -m: the simulator does not know match socket: -A FORWARD -m socket --transparent -j DROP"},
+		{"unknown option", table("filter", "-A FORWARD -p tcp -m tcp --syn -j DROP"), "does not know option --syn"},
+		{"unknown target", table("filter", "-A FORWARD -j LOG --log-prefix x"), "chain LOG takes no option --log-prefix"},
+		{"unknown type", table("filter", "-A FORWARD -m addrtype --dst-type BROADCAST -j DROP"), "does not know address type BROADCAST"},
+		{"unknown chance", table("filter", "-A FORWARD -m statistic --mode nth --every 3 --packet 0 -j DROP"), "does not know statistic mode nth"},
 		{"a word", table("filter", "-A INPUT DROP"), `"DROP" is no option`},
 		{"no value", table("filter", "-A INPUT -j"), "option -j has no value"},
 		{"options of a chain", table("filter", "A", "-A INPUT -j A --to-destination 10.0.0.1"),
@@ -107,19 +113,5 @@ func TestFamilyOfARule(t *testing.T) {
 		if _, err := restore.Parse(f, text); err != nil {
 			t.Error(err)
 		}
-	}
-}
-
-func TestUnknown(t *testing.T) {
-	t.Parallel()
-	m, err := restore.Parse(plan.IPv4, table("filter", "-A INPUT -j LOG", "-A INPUT -m limit --limit 1/s -j DROP",
-		"-A INPUT -j DROP"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	want := "table filter, line 2: -A INPUT -j LOG: the simulator does not know target LOG\n" +
-		"table filter, line 3: -A INPUT -m limit --limit 1/s -j DROP: the simulator does not know match limit"
-	if err := m.Unknown(); err == nil || err.Error() != want {
-		t.Errorf("unknown is %v, want %s", err, want)
 	}
 }

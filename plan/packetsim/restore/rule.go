@@ -24,7 +24,6 @@ type rule struct {
 	target  target // nil if the rule has none
 	jump    string // the chain to which the target leads, if it does
 	lookups []lookup
-	unknown error
 }
 
 // match returns the probability that a condition of a rule holds: 0 or 1 unless it is left to chance. All conditions must hold. The
@@ -47,9 +46,6 @@ func rules(c *packetsim.Chain) iter.Seq[*rule] {
 		}
 	}
 }
-
-// Unknown returns an error for the first match or target that is not known.
-func (r *rule) Unknown() error { return r.unknown }
 
 // Eval does what iptables does. A condition that can't be judged does not matter where another does not hold.
 func (r *rule) Eval(p *packetsim.Packet) ([]packetsim.Effect, error) {
@@ -190,8 +186,7 @@ func (p *parser) option(o Option) error {
 	case !strings.HasPrefix(o.Name, "-"):
 		return fmt.Errorf("%q is no option", o.Name)
 	case !is || o.Not && known.plain || known.of != nil && !slices.ContainsFunc(known.of, has):
-		p.fails(p.notKnown(append([]string{"option", o.Name}, o.Values...)...))
-		return nil
+		return notKnown(append([]string{"option", o.Name}, o.Values...)...)
 	case len(o.Values) < known.values || known.values < 0 && len(o.Values) == 0:
 		return fmt.Errorf("option %s has no value", o.Name)
 	case known.values >= 0 && len(o.Values) > known.values:
@@ -217,22 +212,15 @@ func is(holds, not bool) float64 {
 	return 0
 }
 
-// notKnown notes that the rule has something that is not known, and returns the error for it.
-func (p *parser) notKnown(what ...string) error {
-	err := fmt.Errorf("the simulator does not know %s", strings.Join(what, " "))
-	p.unknown = cmp.Or(p.unknown, err)
-	return err
+// notKnown is the error for what is not known.
+func notKnown(what ...string) error {
+	return fmt.Errorf("the simulator does not know %s", strings.Join(what, " "))
 }
 
-// fails adds a condition that can't be judged.
-func (p *parser) fails(err error) {
-	p.matches = append(p.matches, func(*packetsim.Packet) (float64, error) { return 0, err })
-}
-
-// load begins a match. One that is not known makes the rule one that can't be traced.
+// load begins a match.
 func (p *parser) load(name string, _ bool) error {
 	if _, known := modules[name]; !known {
-		p.fails(p.notKnown("match", name))
+		return notKnown("match", name)
 	}
 	p.loaded = append(p.loaded, name)
 	return nil
@@ -254,8 +242,7 @@ func within(of func(*packetsim.Packet) netip.Addr) func(*parser, string, bool) e
 func isLocal(of func(*packetsim.Packet) netip.Addr) func(*parser, string, bool) error {
 	return func(p *parser, value string, not bool) error {
 		if value != "LOCAL" {
-			p.fails(p.notKnown("address type", value))
-			return nil
+			return notKnown("address type", value)
 		}
 		p.when(not, func(pkt *packetsim.Packet) bool { return pkt.Local(of(pkt)) })
 		return nil
@@ -344,7 +331,7 @@ func (p *parser) state(value string, not bool) error {
 
 func (p *parser) mode(mode string, _ bool) error {
 	if mode != "random" {
-		p.fails(p.notKnown("statistic mode", mode))
+		return notKnown("statistic mode", mode)
 	}
 	return nil
 }

@@ -11,11 +11,6 @@ import (
 	"nodeproxy/plan/packetsim"
 )
 
-// foreignTargets are targets of iptables that are not known here; any other name is a chain's.
-var foreignTargets = strings.Fields(`AUDIT BPF CHECKSUM CLASSIFY CLUSTERIP CONNMARK CONNSECMARK CT DNPT DSCP ECN HL HMARK
-	IDLETIMER LED LOG NETMAP NFLOG NFQUEUE NOTRACK QUEUE RATEEST REDIRECT SECMARK SNAT SNPT SYNPROXY TCPMSS
-	TCPOPTSTRIP TEE TOS TPROXY TRACE TTL ULOG`)
-
 // target does with a packet that matches what the target of the rule says.
 type target func(e *packetsim.Effect) error
 
@@ -28,7 +23,7 @@ type targetKind struct {
 	read    func(p *parser, options map[string][]string) (target, error)
 }
 
-// targets are those that are known.
+// targets are those that are known; any other name is a chain's.
 var targets = map[string]targetKind{
 	"ACCEPT": {read: always(packetsim.Effect{End: packetsim.Accept})},
 	"RETURN": {read: always(packetsim.Effect{Next: packetsim.Return})},
@@ -42,25 +37,19 @@ var targets = map[string]targetKind{
 	"SET":  {read: mapSet, tables: []string{"mangle"}, options: map[string]int{"--map-set": 2, "--map-mark": 0}, needs: "--map-mark"},
 }
 
-// jumpTo reads a target and its options.
+// jumpTo reads a target and its options, or a chain.
 func (p *parser) jumpTo(words []string, _ bool) error {
-	name := words[0]
-	kind, known := targets[name]
-	switch {
-	case p.target != nil:
-		return errors.New("a rule has one target only")
-	case slices.Contains(foreignTargets, name):
-		err := p.notKnown("target", name)
-		p.target = func(*packetsim.Effect) error { return err }
-		return nil
-	case !known:
+	kind, known := targets[words[0]]
+	if !known {
 		return p.lead(packetsim.Jump, words)
 	}
-	if err := p.targetOf(kind, name, divide(words[1:])); err != nil {
-		return fmt.Errorf("target %s: %w", name, err)
+	if err := p.targetOf(kind, words[0], divide(words[1:])); err != nil {
+		return fmt.Errorf("target %s: %w", words[0], err)
 	}
 	return nil
 }
+
+func (p *parser) goTo(words []string, _ bool) error { return p.lead(packetsim.Goto, words) }
 
 func (p *parser) targetOf(kind targetKind, name string, list []Option) error {
 	options := map[string][]string{}
@@ -84,13 +73,6 @@ func (p *parser) targetOf(kind targetKind, name string, list []Option) error {
 		return do(e)
 	}
 	return err
-}
-
-func (p *parser) goTo(words []string, _ bool) error {
-	if p.target != nil {
-		return errors.New("a rule has one target only")
-	}
-	return p.lead(packetsim.Goto, words)
 }
 
 // lead makes the target another chain.
