@@ -139,7 +139,7 @@ func (j *textJudgement) option(o restore.Option) {
 		}
 	case "--tcp-flags":
 		mask, set, _ := restore.ParseTCPFlags(o.Values) // The kernel has no others.
-		j.inFlags(mask, set, o.Not)
+		j.masked(j.packet.tcpFlags(), []byte{mask}, []byte{set}, o.Not)
 	case "--match-set":
 		var sources []bool
 		for part := range strings.SplitSeq(arguments[1], ",") {
@@ -208,9 +208,9 @@ func (j *textJudgement) within(option, text string, invert bool) {
 	case err != nil:
 		j.unknown("")
 	case option == "-s":
-		j.addresses(j.packet.src, "saddr", to, invert)
+		j.addresses(false, to, invert)
 	case option == "-d":
-		j.addresses(j.packet.dst, "daddr", to, invert)
+		j.addresses(true, to, invert)
 	default:
 		j.firstTo(to, invert)
 	}

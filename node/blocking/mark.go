@@ -3,8 +3,6 @@ package blocking
 import (
 	"encoding/binary"
 
-	"github.com/google/nftables/expr"
-
 	"nodeproxy/plan"
 )
 
@@ -26,27 +24,10 @@ func (m mark) forget(bits uint32) mark {
 	return mark{value: m.value & known, known: known, about: m.about}
 }
 
-// replaced is the mark where a rule clears some bits, and then inverts others, as the target MARK of iptables does.
-func (m mark) replaced(clear, invert uint32) mark {
-	known := m.known | clear
-	return mark{value: ((m.value &^ clear) ^ invert) & known, known: known, about: m.about &^ clear}
-}
-
 // changed is m with those bits about the Service in which it differs from what it was before.
 func (m mark) changed(before mark) mark {
 	m.about |= (m.value ^ before.value) | (m.known ^ before.known)
 	return m
-}
-
-// is says whether some bits of the mark have a value.
-func (m mark) is(value, bits uint32) match {
-	switch {
-	case (m.value^value)&bits&m.known != 0 || value&^bits != 0:
-		return no
-	case bits&^m.known != 0:
-		return maybe
-	}
-	return yes
 }
 
 // marks is what is known of the marks of several packets.
@@ -133,16 +114,7 @@ func (r register) mark() mark {
 
 // inMark adds that some bits of the mark have a value.
 func (j *judgement) inMark(value, mask uint32, invert bool) {
-	j.specific = j.specific || j.packet.mark.about&mask != 0
-	op := expr.CmpOpEq
-	if invert {
-		op = expr.CmpOpNeq
-	}
-	reg := register{name: nameOfMark}
-	if mask != unmarked.known {
-		reg.mask = inRegister(mask)
-	}
-	j.depends(j.packet.mark.is(value, mask), invert, reg.text(op, inRegister(value)))
+	j.masked(ofMark(j.packet.mark), inRegister(mask), inRegister(value), invert)
 }
 
 // setMark has the rule set the mark.

@@ -95,24 +95,9 @@ func not(invert bool) string {
 	return ""
 }
 
-// addresses adds that the address of one side, of which word is the name, is within a range.
-func (j *judgement) addresses(s side, word string, within netip.Prefix, invert bool) {
-	text := within.String()
-	if within.IsSingleIP() {
-		text = within.Addr().String()
-	}
-	text = map[plan.Family]string{plan.IPv4: "ip", plan.IPv6: "ip6"}[j.packet.family] + " " + word + " " + not(invert) + text
-	pods := j.packet.pods
-	switch ranged := !s.addr.IsValid() && word == "saddr" && pods.IsValid(); {
-	case ranged && (!pods.Overlaps(within) || within.Bits() <= pods.Bits()): // The same is true of each address that it may be.
-		j.holds(pods.Overlaps(within) != invert, text)
-		return
-	case !s.addr.IsValid():
-		j.unknown(text)
-		return
-	}
-	j.specific = j.specific || !j.packet.answer && word == "daddr" // Very many rules ask where a packet comes from.
-	j.holds(within.Contains(s.addr) != invert, text)
+// addresses adds that the address of the source, or of the destination, is within a range.
+func (j *judgement) addresses(dst bool, within netip.Prefix, invert bool) {
+	j.masked(j.packet.address(dst), maskOf(within), within.Addr().AsSlice(), invert)
 }
 
 // first adds that the connection's first packet went to a destination for which is holds.
@@ -191,24 +176,15 @@ func (j *judgement) inState(mask uint16, invert bool) {
 	j.depends(m, invert, "")
 }
 
-// tcpFlags are the flags of a packet of TCP: the first one of a connection has SYN alone. Those of answers are not known, as they are several.
-func (p *packet) tcpFlags() (flags byte, known bool) {
-	return flagSYN, p.protocol == unix.IPPROTO_TCP && !p.answer
-}
-
-const flagSYN = 1 << 1
-
-// inFlags adds that of some flags of TCP, those and no others are set.
-func (j *judgement) inFlags(mask, set byte, invert bool) {
-	m := maybe
-	if flags, known := j.packet.tcpFlags(); known {
-		m = matches(flags&mask == set)
+// tcpFlags is the register with the flags of a packet of TCP: the first one of a connection has SYN alone. Those of answers are not known, as they
+// are several.
+func (p *packet) tcpFlags() register {
+	reg := register{name: "tcp flags"}
+	if p.protocol == unix.IPPROTO_TCP && !p.answer {
+		const flagSYN = 1 << 1
+		reg.value = []byte{flagSYN}
 	}
-	op := "=="
-	if invert {
-		op = "!="
-	}
-	j.depends(m, invert, fmt.Sprintf("tcp flags & %#x %s %#x", mask, op, set))
+	return reg
 }
 
 // The type and code of ICMP that say a packet was too long (RFC 1191), and the type that stands for any in rules of iptables.
@@ -291,7 +267,7 @@ func (j *judgement) target(t target) {
 	case t.forgets || t.restores != 0:
 		j.setMark(j.packet.mark.forget(cmp.Or(t.restores, unmarked.known)))
 	case t.name == "MARK":
-		j.setMark(j.packet.mark.replaced(t.clears, t.inverts))
+		j.setMark(ofMark(j.packet.mark).masked(inRegister(^t.clears), inRegister(t.inverts)).mark())
 	case !slices.Contains(nonTerminal, t.name):
 		j.ends = []end{t.other}
 	}

@@ -98,7 +98,7 @@ func slot(reg uint32) uint32 {
 func (r *reading) read(e expr.Any) {
 	switch e := e.(type) {
 	case *expr.Cmp:
-		r.compare(r.regs[slot(e.Register)], e)
+		r.compare(r.regs[slot(e.Register)], e.Op, e.Data)
 	case *expr.Range:
 		reg := r.regs[slot(e.Register)]
 		if last := reg.last(); last != nil && (bytes.Compare(reg.value, e.FromData) >= 0 && bytes.Compare(last, e.ToData) <= 0 || bytes.Compare(last, e.FromData) < 0 || bytes.Compare(reg.value, e.ToData) > 0) {
@@ -161,31 +161,44 @@ func (r *reading) read(e expr.Any) {
 }
 
 // ask adds a question for the content of a register.
-func (r *reading) ask(reg register, is bool, text string) {
-	r.specific = r.specific || reg.specific
+func (j *judgement) ask(reg register, is bool, text string) {
+	j.specific = j.specific || reg.specific
 	if reg.value == nil || reg.only != nil {
 		if reg.name == "" {
 			text = ""
 		}
-		r.unknown(text)
+		j.unknown(text)
 		return
 	}
-	r.holds(is, text)
+	j.holds(is, text)
 }
 
-func (r *reading) compare(reg register, e *expr.Cmp) {
-	n := min(len(e.Data), len(reg.value))
+// compare adds a comparison of a register with data.
+func (j *judgement) compare(reg register, op expr.CmpOp, data []byte) {
+	n := min(len(data), len(reg.value))
 	for i := range reg.only { // What is known of it may be enough.
-		if i < n && (reg.value[i]^e.Data[i])&reg.only[i] != 0 && (e.Op == expr.CmpOpEq || e.Op == expr.CmpOpNeq) {
+		if i < n && (reg.value[i]^data[i])&reg.only[i] != 0 && (op == expr.CmpOpEq || op == expr.CmpOpNeq) {
 			reg.only = nil
 			break
 		}
 	}
-	is := compared(e.Op, bytes.Compare(reg.value[:n], e.Data[:n]))
-	if last := reg.last(); last != nil && e.Op != expr.CmpOpEq && e.Op != expr.CmpOpNeq && compared(e.Op, bytes.Compare(last[:n], e.Data[:n])) == is {
+	is := compared(op, bytes.Compare(reg.value[:n], data[:n]))
+	if last := reg.last(); last != nil && op != expr.CmpOpEq && op != expr.CmpOpNeq && compared(op, bytes.Compare(last[:n], data[:n])) == is {
 		reg.only = nil // It holds for the least and for the greatest value, or for neither.
 	}
-	r.ask(reg, is, reg.text(e.Op, e.Data))
+	j.ask(reg, is, reg.text(op, data))
+}
+
+// masked adds that some bits of a register have a value, as rules of iptables ask; a mask of all bits is not shown.
+func (j *judgement) masked(reg register, mask, value []byte, invert bool) {
+	if !isWhole(mask) {
+		reg = reg.masked(mask, make([]byte, len(mask)))
+	}
+	op := expr.CmpOpEq
+	if invert {
+		op = expr.CmpOpNeq
+	}
+	j.compare(reg, op, value)
 }
 
 // lookup judges a question for a set, or follows a map.
@@ -318,7 +331,7 @@ func (r *reading) load(e expr.Any) (into uint32, value register, loads bool) {
 	case *expr.Payload:
 		return e.DestRegister, r.payload(e), true
 	case *expr.Bitwise:
-		return e.DestRegister, r.regs[slot(e.SourceRegister)].masked(e), true
+		return e.DestRegister, r.regs[slot(e.SourceRegister)].masked(e.Mask, e.Xor), true
 	case *expr.Ct:
 		return e.Register, r.ct(e), true
 	case *expr.Fib:
@@ -409,60 +422,79 @@ func (r *reading) fib(e *expr.Fib) register {
 
 // payload returns the bytes of the packet that an expression loads.
 func (r *reading) payload(e *expr.Payload) register {
-	protocolAt, srcAt, dstAt, name := uint32(9), uint32(12), uint32(16), "ip"
+	protocolAt, srcAt, dstAt, size := uint32(9), uint32(12), uint32(16), uint32(4)
 	if r.packet.family == plan.IPv6 {
-		protocolAt, srcAt, dstAt, name = 6, 8, 24, "ip6"
+		protocolAt, srcAt, dstAt, size = 6, 8, 24, 16
 	}
-	part := func(of []byte, at uint32) []byte {
-		if e.Offset < at || e.Offset+e.Len > at+uint32(len(of)) {
+	const typeAt, flagsAt = 12, 13 // in the header of Ethernet, and of TCP
+	switch {
+	case e.Base == expr.PayloadBaseNetworkHeader && e.Offset >= srcAt && e.Offset < dstAt:
+		return r.packet.address(false).part(e, srcAt)
+	case e.Base == expr.PayloadBaseNetworkHeader && e.Offset >= dstAt && e.Offset < dstAt+size:
+		return r.packet.address(true).part(e, dstAt)
+	case e.Base == expr.PayloadBaseLLHeader && e.Offset == typeAt && e.Len == 2:
+		return register{value: r.packet.etherType()}
+	case e.Base == expr.PayloadBaseNetworkHeader && e.Offset == protocolAt && e.Len == 1:
+		return register{value: []byte{r.packet.protocol}, name: r.packet.header() + " protocol"}
+	case e.Base == expr.PayloadBaseTransportHeader && r.packet.icmp && e.Offset < 2 && e.Offset+e.Len <= 2:
+		return register{value: []byte{icmpUnreachable, icmpTooLong}[e.Offset : e.Offset+e.Len], name: "icmp " + []string{"type", "code"}[e.Offset]}
+	case e.Base == expr.PayloadBaseTransportHeader && r.packet.icmp:
+	case e.Base == expr.PayloadBaseTransportHeader && e.Offset == flagsAt && e.Len == 1:
+		return r.packet.tcpFlags()
+	case e.Base == expr.PayloadBaseTransportHeader && e.Offset <= 2 && e.Offset%2 == 0 && e.Len == 2:
+		s, word := r.packet.src, " sport"
+		if e.Offset == 2 {
+			s, word = r.packet.dst, " dport"
+		}
+		reg := register{name: protocolName(r.packet.protocol) + word}
+		if s.known {
+			reg.value, reg.specific = binary.BigEndian.AppendUint16(nil, s.port), true
+		}
+		return reg
+	}
+	return register{}
+}
+
+// header is the name of the packet's family in the language of nft.
+func (p *packet) header() string { return nft.FamilyName(p.family) }
+
+// address is the register with the address of the source, or of the destination.
+func (p *packet) address(dst bool) register {
+	s, reg := p.src, register{name: p.header() + " saddr"}
+	if dst {
+		s, reg.name = p.dst, p.header()+" daddr"
+	}
+	switch {
+	case s.addr.IsValid():
+		reg.value, reg.specific = s.addr.AsSlice(), dst && !p.answer // Very many rules ask where a packet comes from.
+	case !dst && p.pods.IsValid():
+		reg.value, reg.only = p.pods.Addr().AsSlice(), maskOf(p.pods)
+	}
+	return reg.whole()
+}
+
+// part is what an expression loads of a register, whose value begins at an offset.
+func (r register) part(e *expr.Payload, at uint32) register {
+	cut := func(of []byte) []byte {
+		if e.Offset+e.Len > at+uint32(len(of)) {
 			return nil
 		}
 		return of[e.Offset-at : e.Offset-at+e.Len]
 	}
-	if e.Base == expr.PayloadBaseNetworkHeader && e.Offset >= srcAt {
-		s, at, word := r.packet.src, srcAt, " saddr"
-		if e.Offset >= dstAt {
-			s, at, word = r.packet.dst, dstAt, " daddr"
-		}
-		switch {
-		case e.Offset >= at+uint32(r.packet.family.Bits()/8):
-			return register{}
-		case !s.addr.IsValid() && word == " saddr" && r.packet.pods.IsValid():
-			return register{value: part(r.packet.pods.Addr().AsSlice(), at), name: name + word}.knownTo(part(maskOf(r.packet.pods), at))
-		case !s.addr.IsValid():
-			return register{name: name + word}
-		}
-		return register{value: part(s.addr.AsSlice(), at), name: name + word, specific: !r.packet.answer && word == " daddr"}
+	r.value, r.only = cut(r.value), cut(r.only)
+	return r.whole()
+}
+
+// whole is the register with nothing to say that all of it is known.
+func (r register) whole() register {
+	if isWhole(r.only) {
+		r.only = nil
 	}
-	const typeAt = 12 // in the header of Ethernet
-	switch {
-	case e.Base == expr.PayloadBaseLLHeader && e.Offset == typeAt && e.Len == 2:
-		return register{value: r.packet.etherType()}
-	case e.Base == expr.PayloadBaseNetworkHeader && e.Offset == protocolAt && e.Len == 1:
-		return register{value: []byte{r.packet.protocol}, name: name + " protocol"}
-	case e.Base == expr.PayloadBaseTransportHeader && r.packet.icmp && e.Offset < 2 && e.Offset+e.Len <= 2:
-		return register{value: []byte{icmpUnreachable, icmpTooLong}[e.Offset : e.Offset+e.Len], name: "icmp " + []string{"type", "code"}[e.Offset]}
-	case e.Base == expr.PayloadBaseTransportHeader && r.packet.icmp:
-	case e.Base == expr.PayloadBaseTransportHeader && e.Offset == 13 && e.Len == 1:
-		reg := register{name: "tcp flags"}
-		if flags, known := r.packet.tcpFlags(); known {
-			reg.value = []byte{flags}
-		}
-		return reg
-	case e.Base == expr.PayloadBaseTransportHeader:
-		s, at, word := r.packet.src, uint32(0), " sport"
-		if e.Offset >= 2 {
-			s, at, word = r.packet.dst, 2, " dport"
-		}
-		if v := part([]byte{byte(s.port >> 8), byte(s.port)}, at); len(v) == 2 {
-			reg := register{name: protocolName(r.packet.protocol) + word}
-			if s.known {
-				reg.value, reg.specific = v, true
-			}
-			return reg
-		}
-	}
-	return register{}
+	return r
+}
+
+func isWhole(mask []byte) bool {
+	return !slices.ContainsFunc(mask, func(b byte) bool { return b != 0xff })
 }
 
 // last is the greatest value that a register of which some bits are known may have; nil for others. The least is its value.
@@ -475,14 +507,6 @@ func (r register) last() []byte {
 		out[i] = r.value[i] | ^r.only[i]
 	}
 	return out
-}
-
-// knownTo is the register of which only some bits are known.
-func (r register) knownTo(bits []byte) register {
-	if slices.ContainsFunc(bits, func(b byte) bool { return b != 0xff }) {
-		r.only = bits
-	}
-	return r
 }
 
 // maskOf is the mask of a range.
@@ -509,7 +533,7 @@ func (r *reading) extension(e *expr.Match) {
 		const invertFlags = 1 << 2
 		protocolPorts(info.SrcPorts, info.DstPorts, info.InvFlags&^invertFlags == 0 && info.Option == 0)
 		if info.FlagsMask != 0 {
-			r.inFlags(info.FlagsMask, info.FlagsCmp, info.InvFlags&invertFlags != 0)
+			r.masked(r.packet.tcpFlags(), []byte{info.FlagsMask}, []byte{info.FlagsCmp}, info.InvFlags&invertFlags != 0)
 		}
 	case *xt.Udp:
 		protocolPorts(info.SrcPorts, info.DstPorts, info.InvFlags == 0)
@@ -629,31 +653,27 @@ func protocolName(number byte) string {
 }
 
 // masked is what a bitwise operation makes of a register.
-func (r register) masked(e *expr.Bitwise) register {
-	const all = 0xff
+func (r register) masked(mask, xor []byte) register {
 	if r.specific || strings.HasSuffix(r.name, "addr") || strings.HasSuffix(r.name, "flags") || r.name == nameOfMark {
-		r.mask = e.Mask
+		r.mask = mask
 	}
-	if len(e.Mask) == 4 && r.about != 0 {
-		r.about &= binary.NativeEndian.Uint32(e.Mask)
+	if len(mask) == 4 && r.about != 0 {
+		r.about &= binary.NativeEndian.Uint32(mask)
 		r.specific = r.about != 0
 	}
-	if r.value == nil || len(r.value) != len(e.Mask) || len(r.value) != len(e.Xor) {
+	if r.value == nil || len(r.value) != len(mask) || len(r.value) != len(xor) {
 		r.value = nil
 		return r
 	}
-	value, only, whole := make([]byte, len(r.value)), make([]byte, len(r.value)), true
+	value, only := make([]byte, len(r.value)), make([]byte, len(r.value))
 	for i := range value {
-		if only[i] = all; r.only != nil {
-			only[i] = r.only[i] | ^e.Mask[i] // What is cleared is known.
+		if only[i] = 0xff; r.only != nil {
+			only[i] = r.only[i] | ^mask[i] // What is cleared is known.
 		}
-		value[i] = (r.value[i]&e.Mask[i] ^ e.Xor[i]) & only[i]
-		whole = whole && only[i] == all
+		value[i] = (r.value[i]&mask[i] ^ xor[i]) & only[i]
 	}
-	if r.value, r.only = value, only; whole {
-		r.only = nil
-	}
-	return r
+	r.value, r.only = value, only
+	return r.whole()
 }
 
 // sentence joins the words of a rule.
