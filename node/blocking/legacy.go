@@ -18,6 +18,7 @@ import (
 	"nodeproxy/kernel/nft"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
+	"nodeproxy/plan/packetsim"
 	"nodeproxy/plan/packetsim/restore"
 )
 
@@ -37,27 +38,17 @@ func (l *legacyRules) Bases() []nft.BaseChain { return l.bases }
 
 func (l *legacyRules) judges(id nft.ChainID) ([]judge, error) { return l.rules[id], nil }
 
-// legacyPriorities are the priorities of tables in the hooks that are looked at.
-var legacyPriorities = map[string]int32{"raw": -300, "mangle": -150, "filter": 0, "security": 50, "nat": 100}
-
-var legacyHooks = map[string]string{
-	"PREROUTING": "prerouting", "INPUT": "input", "FORWARD": "forward", "OUTPUT": "output", "POSTROUTING": "postrouting",
-}
-
 // readLegacy reads the tables that the kernel has in the network namespace of the calling thread.
 func readLegacy(ctx context.Context, s *sets, variant string) (*legacyRules, error) {
 	out := &legacyRules{sets: s, used: variant == "" || variant == legacyVariant, rules: map[nft.ChainID][]judge{}}
 	var failed error
 	for _, f := range plan.Families {
-		name := map[plan.Family]string{plan.IPv4: "ip", plan.IPv6: "ip6"}[f]
+		name := nft.FamilyName(f)
 		present, err := os.ReadFile("/proc/thread-self/net/" + name + "_tables_names")
 		if err != nil { // The kernel has no such tables.
 			continue
 		}
 		for _, table := range strings.Fields(string(present)) {
-			if _, is := legacyPriorities[table]; !is {
-				continue
-			}
 			// Tables that are not there would be made by this.
 			cmd := exec.CommandContext(ctx, name+"tables-legacy-save", "-t", table)
 			text, err := cmd.Output()
@@ -85,16 +76,15 @@ func (l *legacyRules) add(family, table, line string) {
 	switch {
 	case strings.HasPrefix(word, ":"):
 		id.Chain = word[1:]
-		if hook := legacyHooks[id.Chain]; hook != "" {
-			policy, _, _ := strings.Cut(rest, " ")
-			kind, priority := "filter", legacyPriorities[table]
-			if table == "nat" {
-				if kind = table; hook == "prerouting" || hook == "output" {
-					priority = priorityDNAT
-				}
-			}
-			l.bases = append(l.bases, nft.BaseChain{ChainID: id, Type: kind, Hook: hook, Priority: priority, Drops: policy == "DROP"})
+		policy, _, _ := strings.Cut(rest, " ")
+		if policy == "-" { // No hook calls it.
+			return
 		}
+		b := nft.BaseChain{ChainID: id, Type: "filter", Hook: strings.ToLower(id.Chain), Drops: policy == "DROP"}
+		if b.Priority = int32(restore.Priority(table, packetsim.Hook(id.Chain))); table == "nat" {
+			b.Type = table
+		}
+		l.bases = append(l.bases, b)
 	case word == "-A":
 		var text string
 		id.Chain, text, _ = strings.Cut(rest, " ")

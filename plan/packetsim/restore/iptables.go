@@ -22,11 +22,13 @@ var builtin = map[string][]packetsim.Hook{
 	"security": {packetsim.Input, packetsim.Forward, packetsim.Output},
 }
 
-// priorities are those of the chains of tables, as netfilter has them.
-var priorities = map[string]int{"raw": -300, "mangle": -150, "nat": -100, "filter": 0, "security": 50}
-
-// sourceNAT is the priority of the chains of table nat that translate sources.
-const sourceNAT = 100
+// Priority returns the priority of the chain of a table that a hook calls, as netfilter has it.
+func Priority(table string, h packetsim.Hook) int {
+	if table == "nat" && (h == packetsim.Input || h == packetsim.PostRouting) {
+		return 100
+	}
+	return map[string]int{"raw": -300, "mangle": -150, "nat": -100, "filter": 0, "security": 50}[table]
+}
 
 // origin is where a rule was found, and how it was written.
 type origin struct {
@@ -125,11 +127,7 @@ func (t *transaction) begin(table string) error {
 	}
 	if t.m.Tables[table] == nil {
 		for _, h := range builtin[table] {
-			priority := priorities[table]
-			if table == "nat" && (h == packetsim.Input || h == packetsim.PostRouting) {
-				priority = sourceNAT
-			}
-			t.m.Attach(table, &packetsim.Chain{Name: string(h)}, h, priority, table == "nat")
+			t.m.Attach(table, &packetsim.Chain{Name: string(h)}, h, Priority(table, h), table == "nat")
 		}
 	}
 	t.table, t.chains = table, t.m.Tables[table]
