@@ -9,16 +9,20 @@ import (
 
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
-	"nodeproxy/plan/packetsim/restore"
 )
 
-// beside adds virtual servers and local addresses, each on a line: "ADDRESS:PORT SCHEDULER REALSERVER=WEIGHT…", with a firewall mark or an
-// address, and "local RANGE".
+// beside adds what is beside rules, each on a line: a virtual server by its mark or address, as "PROTOCOL/ADDRESS:PORT SCHEDULER
+// REALSERVER=WEIGHT…", "local RANGE", and "diverted ADDRESS:PORT" for TCP.
 func beside(m *packetsim.Machine, text string) {
 	for line := range strings.Lines(text) {
 		words := strings.Fields(line)
-		if words[0] == "local" {
+		switch words[0] {
+		case "local":
 			m.Added[netip.MustParsePrefix(words[1])] = true
+			continue
+		case "diverted":
+			at := netip.MustParseAddrPort(words[1])
+			m.Diverted[plan.Address{Addr: at.Addr(), Protocol: plan.TCP, Port: at.Port()}] = true
 			continue
 		}
 		var key packetsim.ServerKey
@@ -39,32 +43,13 @@ func beside(m *packetsim.Machine, text string) {
 }
 
 const (
-	vipHere   = "local 10.96.0.1/32\n"
-	oneServer = "tcp/10.96.0.1:80 rr 10.0.0.1:8080=1\n"
+	vipHere      = "local 10.96.0.1/32\n"
+	divertedPort = "diverted 10.96.0.1:80\n"
+	oneServer    = "tcp/10.96.0.1:80 rr 10.0.0.1:8080=1\n"
 )
-
-// checkBeside traces a packet through rules and what is beside them.
-func checkBeside(t *testing.T, m *packetsim.Machine, text, rules string, pkt plan.Packet, want []string) {
-	t.Helper()
-	beside(m, text)
-	if err := restore.IPTables(m, rules); err != nil {
-		t.Fatal(err)
-	}
-	outcomes, err := m.Trace(pkt, packetsim.Node{Local: local})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if got := brief(outcomes); !slices.Equal(got, want) {
-		t.Errorf("outcomes are\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
-		for _, o := range outcomes {
-			t.Log(o.Dst, strings.Join(o.Rules(), "\n"))
-		}
-	}
-}
 
 // TestTraceIPVS follows packets through virtual servers and the rules beside them.
 func TestTraceIPVS(t *testing.T) {
-	t.Parallel()
 	allForwarded := table("filter", "-A FORWARD -j DROP")
 	masquerade := table("nat", "-A POSTROUTING -d 10.0.0.1/32 -p tcp -m tcp --dport 8080 -j MASQUERADE")
 	from := func(p plan.Packet, src string) plan.Packet {
@@ -73,21 +58,19 @@ func TestTraceIPVS(t *testing.T) {
 	}
 	udp := to(vip, 80)
 	udp.Protocol = plan.UDP
-	for _, tc := range []struct {
-		name, beside, iptables string
-		packet                 plan.Packet
-		want                   []string
-	}{{
+	dns := plan.Packet{Src: netip.MustParseAddr("fd00:6::1"), Dst: netip.MustParseAddr("fd00:96::1"), Protocol: plan.UDP, DstPort: 53, InInterface: "eth0"}
+	const ipv6 = "local fd00:96::1/128\n2415982576 rr [fd00::2]:53=1\nudp/[fd00:96::1]:53 rr [fd00::1]:5353=1\n"
+	testTraces(t, []traceCase{{
 		name: "in, and out by OUTPUT rather than FORWARD", beside: oneServer + vipHere,
-		iptables: allForwarded + masquerade, packet: to(vip, 80), want: []string{"accept 10.0.0.1:8080 masquerade 1"},
+		rules: allForwarded + masquerade, packet: to(vip, 80), want: []string{"accept 10.0.0.1:8080 masquerade 1"},
 	}, {
-		name: "of the node", beside: oneServer + vipHere, iptables: masquerade, packet: sent(vip, 80),
+		name: "of the node", beside: oneServer + vipHere, rules: masquerade, packet: sent(vip, 80),
 		want: []string{"accept 10.0.0.1:8080 masquerade 1"},
 	}, {
 		name: "of another protocol", beside: oneServer + vipHere, packet: udp, want: []string{"accept local 1"},
 	}, {
 		name: "without the address it is forwarded past IPVS", beside: oneServer, packet: to(vip, 80),
-		iptables: allForwarded, want: []string{"drop 1"},
+		rules: allForwarded, want: []string{"drop 1"},
 	}, {
 		name: "but what the node sends meets IPVS at any address", beside: oneServer, packet: sent(vip, 80),
 		want: []string{"accept 10.0.0.1:8080 1"},
@@ -96,28 +79,28 @@ func TestTraceIPVS(t *testing.T) {
 		want: []string{"accept 10.0.0.1:8080 1"},
 	}, {
 		name: "refused in INPUT before IPVS", beside: oneServer + vipHere, packet: to(vip, 80),
-		iptables: table("filter", "-A INPUT -d 10.96.0.1/32 -j REJECT"), want: []string{"reject local 1"},
+		rules: table("filter", "-A INPUT -d 10.96.0.1/32 -j REJECT"), want: []string{"reject local 1"},
 	}, {
 		name:   "table nat at INPUT comes behind IPVS, and at POSTROUTING may still decide",
 		beside: oneServer + vipHere, packet: to(vip, 80),
 		// Were INPUT walked, DNAT there would be an error.
-		iptables: table("nat", "-A INPUT -j DNAT --to-destination 10.9.9.9", "-A POSTROUTING -j MASQUERADE"),
-		want:     []string{"accept 10.0.0.1:8080 masquerade 1"},
+		rules: table("nat", "-A INPUT -j DNAT --to-destination 10.9.9.9", "-A POSTROUTING -j MASQUERADE"),
+		want:  []string{"accept 10.0.0.1:8080 masquerade 1"},
 	}, {
 		name: "filter OUTPUT sees the new destination only", beside: oneServer + vipHere, packet: sent(vip, 80),
-		iptables: table("filter", "-A OUTPUT -d 10.96.0.1/32 -j REJECT", "-A OUTPUT -d 10.0.0.1/32 -j DROP"),
-		want:     []string{"drop 10.0.0.1:8080 1"},
+		rules: table("filter", "-A OUTPUT -d 10.96.0.1/32 -j REJECT", "-A OUTPUT -d 10.0.0.1/32 -j DROP"),
+		want:  []string{"drop 10.0.0.1:8080 1"},
 	}, {
 		name:   "mangle OUTPUT is passed again, raw too, nat is not",
 		beside: oneServer + vipHere, packet: sent(vip, 80),
-		iptables: table("mangle", "-A OUTPUT -d 10.0.0.1/32 -m ipvs --ipvs -j MARK --set-xmark 0x1/0x1") +
+		rules: table("mangle", "-A OUTPUT -d 10.0.0.1/32 -m ipvs --ipvs -j MARK --set-xmark 0x1/0x1") +
 			table("nat", "-A OUTPUT -d 10.0.0.1/32 -j DNAT --to-destination 10.9.9.9",
 				"-A POSTROUTING -m mark --mark 0x1 -j MASQUERADE"),
 		want: []string{"accept 10.0.0.1:8080 masquerade 1"},
 	}, {
 		name: "the connection's state knows nothing of it", beside: oneServer + vipHere, packet: to(vip, 80),
-		iptables: table("nat", "-A POSTROUTING -m conntrack --ctstate DNAT -j MASQUERADE"),
-		want:     []string{"accept 10.0.0.1:8080 1"},
+		rules: table("nat", "-A POSTROUTING -m conntrack --ctstate DNAT -j MASQUERADE"),
+		want:  []string{"accept 10.0.0.1:8080 1"},
 	}, {
 		name: "each with weight", packet: to(vip, 80), beside: vipHere + "tcp/10.96.0.1:80 rr 10.0.0.1:8080=1 10.0.0.2:8080=0 10.0.0.3:80=3\n",
 		want: []string{"accept 10.0.0.1:8080 0.5", "accept 10.0.0.3:80 0.5"},
@@ -132,30 +115,30 @@ func TestTraceIPVS(t *testing.T) {
 		want: []string{"reject local 1"},
 	}, {
 		name: "an endpoint of the node's own", packet: to(vip, 80), beside: vipHere + "tcp/10.96.0.1:80 rr 192.168.1.10:8080=1\n",
-		iptables: table("filter", "-A OUTPUT -j DROP", "-A INPUT -d 192.168.1.10/32 -j DROP"),
-		want:     []string{"accept 192.168.1.10:8080 local 1"},
+		rules: table("filter", "-A OUTPUT -j DROP", "-A INPUT -d 192.168.1.10/32 -j DROP"),
+		want:  []string{"accept 192.168.1.10:8080 local 1"},
 	}, {
 		name:   "an endpoint of the node's own, sent by the node, comes in again and meets no server twice",
 		packet: sent(vip, 80), beside: vipHere + "tcp/10.96.0.1:80 rr 192.168.1.10:8080=1\ntcp/192.168.1.10:8080 rr 10.0.0.1:1=1\n",
-		iptables: table("nat", "-A POSTROUTING -d 192.168.1.10/32 -j MASQUERADE"),
-		want:     []string{"accept 192.168.1.10:8080 masquerade local 1"},
+		rules: table("nat", "-A POSTROUTING -d 192.168.1.10/32 -j MASQUERADE"),
+		want:  []string{"accept 192.168.1.10:8080 masquerade local 1"},
 	}, {
 		name: "sent to an address without a server: INPUT is where it is refused", packet: sent(vip, 81), beside: oneServer + vipHere,
-		iptables: table("filter", "-A INPUT -i lo -d 10.96.0.1/32 -m conntrack --ctstate NEW -j REJECT"),
-		want:     []string{"reject local 1"},
+		rules: table("filter", "-A INPUT -i lo -d 10.96.0.1/32 -m conntrack --ctstate NEW -j REJECT"),
+		want:  []string{"reject local 1"},
 	}, {
 		name:   "marked only when it comes in again, it goes out with the source that OUTPUT left it",
 		packet: sent(vip, 81), beside: vipHere + "7 rr 10.0.0.1:8080=1\n",
-		iptables: table("mangle", "-A INPUT -i lo -j MARK --set-mark 7") + masquerade,
-		want:     []string{"accept 10.0.0.1:8080 1"},
+		rules: table("mangle", "-A INPUT -i lo -j MARK --set-mark 7") + masquerade,
+		want:  []string{"accept 10.0.0.1:8080 1"},
 	}, {
 		name: "its new destination is what counts behind it", beside: oneServer + vipHere,
-		packet: sent(vip, 80), iptables: table("nat", "-A OUTPUT -j DNAT --to-destination 10.0.0.7"),
+		packet: sent(vip, 80), rules: table("nat", "-A OUTPUT -j DNAT --to-destination 10.0.0.7"),
 		want: []string{"accept 10.0.0.7:80 1"},
 	}, {
 		name: "from the address itself", beside: oneServer + vipHere, packet: from(sent(vip, 80), "10.96.0.1"),
-		iptables: table("nat", "-A POSTROUTING -m addrtype --src-type LOCAL -s 10.96.0.1/32 -j MASQUERADE"),
-		want:     []string{"accept 10.0.0.1:8080 masquerade 1"},
+		rules: table("nat", "-A POSTROUTING -m addrtype --src-type LOCAL -s 10.96.0.1/32 -j MASQUERADE"),
+		want:  []string{"accept 10.0.0.1:8080 masquerade 1"},
 	}, {
 		name: "from a loopback address, which does not leave", beside: oneServer + vipHere, packet: from(sent(vip, 80), "127.0.0.1"),
 		want: []string{"drop local 1"},
@@ -170,29 +153,22 @@ func TestTraceIPVS(t *testing.T) {
 		want: []string{"accept 10.0.0.1:8080 1"},
 	}, {
 		name: "match ipvs", beside: oneServer + vipHere, packet: to(vip, 80),
-		iptables: table("filter", "-A INPUT -m ipvs --ipvs -j DROP", "-A OUTPUT -m ipvs ! --ipvs -j DROP") +
+		rules: table("filter", "-A INPUT -m ipvs --ipvs -j DROP", "-A OUTPUT -m ipvs ! --ipvs -j DROP") +
 			table("nat", "-A POSTROUTING -m ipvs --ipvs -j MASQUERADE"),
 		want: []string{"accept 10.0.0.1:8080 masquerade 1"},
-	}} {
-		t.Run(tc.name, func(t *testing.T) {
-			t.Parallel()
-			checkBeside(t, packetsim.New(plan.IPv4), tc.beside, tc.iptables, tc.packet, tc.want)
-		})
-	}
-}
-
-// TestDiverted: a packet to a diverted port is delivered; others to that address are forwarded.
-func TestDiverted(t *testing.T) {
-	t.Parallel()
-	udp := to(vip, 80)
-	udp.Protocol = plan.UDP
-	for want, packets := range map[string][]plan.Packet{"accept 10.0.0.1:8080 1": {to(vip, 80)}, "drop 1": {to(vip, 81), udp}} {
-		for _, pkt := range packets {
-			m := packetsim.New(plan.IPv4)
-			m.Diverted[plan.Address{Addr: vip, Protocol: plan.TCP, Port: 80}] = true
-			checkBeside(t, m, oneServer, table("filter", "-A FORWARD -j DROP"), pkt, []string{want})
-		}
-	}
+	}, {
+		name: "a mark of IPv6", beside: ipv6, packet: from(dns, "fd00:5::1"), want: []string{"accept [fd00::2]:53 1"},
+		rules: table("mangle", "-A INPUT -s fd00:5::/64 -j MARK --set-xmark 0x9000f7f0/0xffffffff"),
+	}, {
+		name: "an address of IPv6", beside: ipv6, packet: dns, want: []string{"accept [fd00::1]:5353 1"},
+		rules: table("mangle", "-A INPUT -s fd00:5::/64 -j MARK --set-xmark 0x9000f7f0/0xffffffff"),
+	}, {
+		name: "a port that is diverted", beside: oneServer + divertedPort, packet: to(vip, 80), rules: allForwarded, want: []string{"accept 10.0.0.1:8080 1"},
+	}, {
+		name: "another port there is forwarded", beside: oneServer + divertedPort, packet: to(vip, 81), rules: allForwarded, want: []string{"drop 1"},
+	}, {
+		name: "and another protocol", beside: oneServer + divertedPort, packet: udp, rules: allForwarded, want: []string{"drop 1"},
+	}})
 }
 
 // markSet is a set of ports with marks.
@@ -259,17 +235,10 @@ func TestTraceMarks(t *testing.T) {
 			t.Parallel()
 			m := packetsim.New(plan.IPv4)
 			m.Sets["NP"] = markSet()
-			checkBeside(t, m, servers, tc.rules, tc.packet, []string{tc.want})
+			beside(m, servers)
+			if got := brief(trace(t, m, tc.rules, tc.packet, packetsim.Node{Local: local})); !slices.Equal(got, []string{tc.want}) {
+				t.Errorf("outcomes are %q, want %q", got, tc.want)
+			}
 		})
-	}
-}
-
-// TestTraceIPVS6 has a firewall mark and an address of IPv6.
-func TestTraceIPVS6(t *testing.T) {
-	t.Parallel()
-	for src, want := range map[string]string{"fd00:5::1": "accept [fd00::2]:53 1", "fd00:6::1": "accept [fd00::1]:5353 1"} {
-		checkBeside(t, packetsim.New(plan.IPv6), "local fd00:96::1/128\n2415982576 rr [fd00::2]:53=1\nudp/[fd00:96::1]:53 rr [fd00::1]:5353=1\n",
-			table("mangle", "-A INPUT -s fd00:5::/64 -j MARK --set-xmark 0x9000f7f0/0xffffffff"),
-			plan.Packet{Src: netip.MustParseAddr(src), Dst: netip.MustParseAddr("fd00:96::1"), Protocol: plan.UDP, DstPort: 53, InInterface: "eth0"}, []string{want})
 	}
 }

@@ -63,9 +63,10 @@ func brief(outcomes []packetsim.Outcome) []string {
 	return out
 }
 
-// traceCase is rules, a packet, and what becomes of it.
+// traceCase is rules with what is beside them, a packet, and what becomes of it.
 type traceCase struct {
 	name   string
+	beside string // as beside reads it
 	rules  string
 	packet plan.Packet
 	node   packetsim.Node
@@ -78,19 +79,26 @@ func testTraces(t *testing.T, cases []traceCase) {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
 			tc.node.Local = local
-			m, err := restore.Parse(plan.IPv4, tc.rules)
-			if err != nil {
-				t.Fatal(err)
-			}
-			outcomes, err := m.Trace(tc.packet, tc.node)
-			if err != nil {
-				t.Fatal(err)
-			}
-			if got := brief(outcomes); !slices.Equal(got, tc.want) {
+			m := packetsim.New(plan.FamilyOf(tc.packet.Dst))
+			beside(m, tc.beside)
+			if got := brief(trace(t, m, tc.rules, tc.packet, tc.node)); !slices.Equal(got, tc.want) {
 				t.Errorf("outcomes are\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(tc.want, "\n"))
 			}
 		})
 	}
+}
+
+// trace adds rules to a machine and sends a packet through it.
+func trace(t *testing.T, m *packetsim.Machine, rules string, pkt plan.Packet, node packetsim.Node) []packetsim.Outcome {
+	t.Helper()
+	if err := restore.IPTables(m, rules); err != nil {
+		t.Fatal(err)
+	}
+	outcomes, err := m.Trace(pkt, node)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return outcomes
 }
 
 func TestTraceFilter(t *testing.T) {
@@ -261,14 +269,8 @@ func TestGoto(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
-			m, err := restore.Parse(plan.IPv4, table("filter", append([]string{"A", "B", "C"}, tc.lines...)...))
-			if err != nil {
-				t.Fatal(err)
-			}
-			outcomes, err := m.Trace(to(vip, 80), packetsim.Node{Local: local})
-			if err != nil {
-				t.Fatal(err)
-			}
+			rules := table("filter", append([]string{"A", "B", "C"}, tc.lines...)...)
+			outcomes := trace(t, packetsim.New(plan.IPv4), rules, to(vip, 80), packetsim.Node{Local: local})
 			if len(outcomes) != 1 || string(outcomes[0].Action) != tc.want {
 				t.Errorf("outcomes are %v, want %s", outcomes, tc.want)
 			}
@@ -278,18 +280,11 @@ func TestGoto(t *testing.T) {
 
 func TestTraceListsTheRulesOfEachWay(t *testing.T) {
 	t.Parallel()
-	m, err := restore.Parse(plan.IPv4, table("nat", "SVC",
+	outcomes := trace(t, packetsim.New(plan.IPv4), table("nat", "SVC",
 		"-A PREROUTING -d 10.96.0.1/32 -j SVC",
 		"-A SVC -d 10.96.0.2/32 -j RETURN",
 		"-A SVC -m statistic --mode random --probability 0.25 -j DNAT --to-destination 10.0.0.1",
-		"-A SVC -j DNAT --to-destination 10.0.0.2"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	outcomes, err := m.Trace(to(vip, 80), packetsim.Node{Local: local})
-	if err != nil {
-		t.Fatal(err)
-	}
+		"-A SVC -j DNAT --to-destination 10.0.0.2"), to(vip, 80), packetsim.Node{Local: local})
 	want := [][]string{
 		{"nat: line 3: -A PREROUTING -d 10.96.0.1/32 -j SVC",
 			"nat: line 5: -A SVC -m statistic --mode random --probability 0.25 -j DNAT --to-destination 10.0.0.1"},
