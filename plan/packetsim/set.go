@@ -10,7 +10,7 @@ import (
 	"nodeproxy/plan"
 )
 
-// Set is an ipset. Rules refer to it by pointer, as in the kernel, where a set can't be destroyed while a rule uses it.
+// Set is an ipset.
 type Set struct {
 	Name       string
 	Dimensions []string    // ip, net or port
