@@ -48,8 +48,7 @@ func TestDifferences(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	rs, err := restore.ParseSections(plan.IPv4, ipvs.Render(p, plan.IPv4, ipvs.Options{
-		MasqueradeBit: 14, Host: map[netip.Addr]struct{}{node: {}}}))
+	rs, err := ipvs.Machine(p, plan.IPv4, ipvs.Options{MasqueradeBit: 14, Host: map[netip.Addr]struct{}{node: {}}})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -11,12 +11,12 @@ import (
 	"strings"
 	"time"
 
-	"nodeproxy/ipvs/nftrules"
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
-	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
+	"nodeproxy/plan/packetsim"
+	"nodeproxy/plan/packetsim/restore"
 )
 
 // testGrace is the grace period of engines in tests.
@@ -335,39 +335,33 @@ func engineOver(k *fakeKernel, o Options) *engine {
 	}}
 }
 
-// render is what the kernel holds as Render has it.
-func (k *fakeKernel) render() string {
-	var out strings.Builder
-	out.WriteString("# ipset restore\n")
+// simulation is what packets meet where the kernel holds what it does.
+func (k *fakeKernel) simulation() (*packetsim.Machine, error) {
+	m := newSimulation(k.family)
 	for id := range setCount {
-		set := setOf(id, k.family)
-		fmt.Fprintln(&out, set.CreateText())
-		for e := range k.set[set.Name] {
-			fmt.Fprintf(&out, "add %s %s\n", set.Name, k.marks[set.Name][e].Text(set))
+		for _, e := range k.marks[setName(id, k.family)] {
+			m.addEntry(id, e)
 		}
 	}
-	out.WriteString("# ipvsadm --restore\n")
 	for _, v := range k.virtual {
 		s := server{Server: v.Server}
 		for _, d := range v.RealServers {
 			s.realServers = append(s.realServers, d.RealServer)
 		}
-		renderServer(&out, s)
+		m.addServer(s)
 	}
-	out.WriteString("# ip -batch\nlink add " + names.Device + " type dummy\n")
 	for r := range k.local {
-		fmt.Fprintf(&out, "route add local %s dev %s table local\n", r, names.Device)
+		m.Added[r] = true
 	}
 	for a := range k.addresses {
 		if _, unrouted := k.unrouted[a]; !unrouted {
-			renderAddress(&out, a)
+			m.Added[xtables.Single(a)] = true
 		}
 	}
-	ports := slices.SortedFunc(maps.Keys(k.ports), comparePorts)
-	renderPorts(&out, ports)
-	out.WriteString("# nftables by netlink\n" + nftrules.PortsText(k.family, ports))
-	out.WriteString("# iptables-restore\n" + k.fixed.Render())
-	return out.String()
+	for a := range k.ports {
+		m.Diverted[a] = true
+	}
+	return m.Machine, restore.IPTables(m.Machine, k.fixed.Render())
 }
 
 // text is all that the kernel holds, in a stable order.

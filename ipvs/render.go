@@ -138,11 +138,18 @@ func renderServer(out *strings.Builder, v server) {
 	if len(v.realServers) == 0 {
 		return
 	}
-	name := serverArgs(v.ID)
-	fmt.Fprintf(out, "-A %s %s\n", name, serverOptions(v.Server))
+	fmt.Fprintln(out, addServerText(v))
 	for _, d := range v.realServers {
-		fmt.Fprintf(out, "-a %s -r %s -m -w %d\n", name, d.Addr, d.Weight)
+		fmt.Fprintln(out, addRealServerText(v, d))
 	}
+}
+
+func addServerText(v server) string {
+	return fmt.Sprintf("-A %s %s", serverArgs(v.ID), serverOptions(v.Server))
+}
+
+func addRealServerText(v server, d ipvs.RealServer) string {
+	return fmt.Sprintf("-a %s -r %s -m -w %d", serverArgs(v.ID), d.Addr, d.Weight)
 }
 
 // serverOptions prints the properties of a virtual server as arguments of ipvsadm.

@@ -9,7 +9,6 @@ import (
 
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
-	"nodeproxy/plan/packetsim/restore"
 	"nodeproxy/plan/plantest"
 )
 
@@ -46,11 +45,8 @@ func TestTransitions(t *testing.T) {
 			if at++; at%every != 0 {
 				return // To look takes long, and there are many.
 			}
-			text := k.render()
-			rs, err := restore.ParseSections(f, text)
-			if err != nil {
-				t.Fatal(err)
-			}
+			rs, err := k.simulation()
+			must(t, err)
 			for _, p := range packets {
 				if rs.IsAdded(p.Packet.Src) && !p.Packet.Output || slices.ContainsFunc(
 					slices.Concat(p.Before.Targets, p.After.Targets), func(t plan.Target) bool { return rs.IsAdded(t.Addr.Addr()) }) {
@@ -62,7 +58,7 @@ func TestTransitions(t *testing.T) {
 				}
 				if err != nil {
 					t.Fatalf("packet %s: after %q, %v\nbefore: %s\nafter: %s\n%s", p.Packet, k.calls[:len(k.calls)-1], err, p.Before,
-						p.After, text)
+						p.After, k.text())
 				}
 				seen++
 			}
