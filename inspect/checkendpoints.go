@@ -133,12 +133,12 @@ func (c *checks) stuck(list []Listening) (n int) {
 		if _, is := c.frontends[l.Addr]; l.Waiting == 0 || is {
 			continue
 		}
-		where, what := "on this node", amount(int64(l.Waiting), "connection")
+		where, what := "on this node", counted(l.Waiting, "connection")
 		if l.Pod {
 			where = "in its Pod"
 		}
 		if l.Protocol == plan.UDP {
-			what = amount(int64(l.Waiting), "byte")
+			what = counted(l.Waiting, "byte")
 		}
 		if n++; n <= mostFiltered {
 			c.diagnose(problem, EndpointStuck, "see whether the program hangs or has too much to do, and have its readiness probe ask this port",
@@ -173,11 +173,7 @@ func (c *checks) refuses(l Listening, names []string, differs bool) (severity st
 		return severity
 	}
 	if len(l.At) > 0 {
-		var list []string
-		for _, a := range l.At {
-			list = append(list, a.String())
-		}
-		c.diagnose(severity, EndpointRefuses, "have the program listen at all addresses (0.0.0.0 or ::), or at this one", "%s: what listens at port %s %s does so at %s alone.", who, port, where, some(list))
+		c.diagnose(severity, EndpointRefuses, "have the program listen at all addresses (0.0.0.0 or ::), or at this one", "%s: what listens at port %s %s does so at %s alone.", who, port, where, some(words(l.At, netip.Addr.String)))
 		return severity
 	}
 	if l.OtherFamily {
@@ -194,11 +190,7 @@ func (c *checks) refuses(l Listening, names []string, differs bool) (severity st
 			"%s: nothing listens at port %s %s, but something does at %d/%s.", who, port, where, l.Addr.Port(), l.Other)
 		return severity
 	}
-	var list []string
-	for _, o := range l.Others {
-		list = append(list, fmt.Sprint(o))
-	}
-	others := ""
+	list, others := words(l.Others, number), ""
 	switch {
 	case !l.Pod: // They are those of all programs of the node.
 	case len(list) == 1:

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 
@@ -22,17 +23,17 @@ func (c *checks) traffic(ctx context.Context) {
 		return
 	}
 	for _, sp := range c.ports {
-		t, counted := all[sp.Key]
-		if !counted {
+		t, known := all[sp.Key]
+		if !known {
 			continue
 		}
 		port := ""
 		if len(c.ports) > 1 {
 			port = fmt.Sprintf(" (port %q, %s)", sp.Key.Port, sp.Key.Family)
 		}
-		text := amount(t.Connections, "connection")
+		text := counted(t.Connections, "connection")
 		if t.PacketsIn != plan.NotCounted {
-			text += fmt.Sprintf(", %s in, %s out", amount(t.PacketsIn, "packet"), amount(t.PacketsOut, "packet"))
+			text += fmt.Sprintf(", %s in, %s out", counted(t.PacketsIn, "packet"), counted(t.PacketsOut, "packet"))
 		}
 		c.found(name, ok, "%s since the rules were written%s", text, port)
 	}
@@ -55,14 +56,6 @@ func (c *checks) forgets(after int) {
 // soon is the number of seconds within which any connection may be silent.
 const soon = 60
 
-// amount is such as "1 packet" or "2 packets".
-func amount(n int64, of string) string {
-	if n == 1 {
-		return "1 " + of
-	}
-	return fmt.Sprintf("%d %ss", n, of)
-}
-
 // flows is about connections.
 func (c *checks) flows(ctx context.Context) {
 	if c.reality.Flows == nil || len(c.ports) == 0 {
@@ -83,14 +76,10 @@ func (c *checks) flows(ctx context.Context) {
 			current[ex.Addr] = true
 		}
 	}
-	var endpoints []netip.AddrPort
-	for a := range flows {
-		endpoints = append(endpoints, a)
-	}
-	slices.SortFunc(endpoints, func(a, b netip.AddrPort) int { return cmp.Or(cmp.Compare(flows[b].Open, flows[a].Open), a.Compare(b)) })
+	endpoints := slices.SortedFunc(maps.Keys(flows), func(a, b netip.AddrPort) int { return cmp.Or(cmp.Compare(flows[b].Open, flows[a].Open), a.Compare(b)) })
 	total, stale := 0, 0
 	result := ok
-	var words, gone []string
+	var each, gone []string
 	var goneTo []netip.Addr
 	for _, a := range endpoints {
 		n := flows[a].Open
@@ -108,7 +97,7 @@ func (c *checks) flows(ctx context.Context) {
 			text += fmt.Sprintf(" (%d without an answer)", u)
 			result = severer(result, c.unanswered(a, flows[a], current[a]))
 		}
-		words = append(words, text)
+		each = append(each, text)
 	}
 	if total == 0 {
 		c.found(name, ok, "none is open")
@@ -121,10 +110,10 @@ func (c *checks) flows(ctx context.Context) {
 			family = "-f ipv6 "
 		}
 		c.diagnose(note, StaleConnections, fmt.Sprintf("if clients hang, let them connect anew, or delete what is tracked: conntrack -D %s--reply-src %s", family, first),
-			"%s of the Service still %s to what is no longer an endpoint: %s.", upper(amount(int64(stale), "connection")), goes(stale), some(gone))
+			"%s of the Service still %s to what is no longer an endpoint: %s.", counted(stale, "connection"), either(stale == 1, "goes", "go"), some(gone))
 		c.about(goneTo...)
 	}
-	c.found(name, result, "%d tracked: %s", total, some(words))
+	c.found(name, result, "%d tracked: %s", total, some(each))
 }
 
 // manyUnanswered is how many connections to an endpoint are not in their first moment by chance, where none of them is answered.
@@ -145,9 +134,7 @@ func (c *checks) unanswered(endpoint netip.AddrPort, f Flows, current bool) (sev
 	if !endpoint.IsValid() {
 		to, do = "no endpoint", "find out why they are not translated: nodeproxy trace --live"
 	}
-	var clients []string
 	for _, from := range f.Clients {
-		clients = append(clients, from.String())
 		if c.reality.Detour != nil && detour == "" && endpoint.IsValid() {
 			if detour = c.reality.Detour(from, endpoint.Addr()); detour != "" {
 				detour = "; " + detour
@@ -159,7 +146,7 @@ func (c *checks) unanswered(endpoint netip.AddrPort, f Flows, current bool) (sev
 		code = Detoured
 	}
 	c.diagnose(severity, code, do,
-		"%d of the %d tracked connections to %s %s without an answer, from %s%s.", f.Unanswered, f.Open, to, are(f.Unanswered), some(clients), detour)
+		"%d of the %d tracked connections to %s %s without an answer, from %s%s.", f.Unanswered, f.Open, to, are(f.Unanswered), some(words(f.Clients, netip.Addr.String)), detour)
 	return severity
 }
 
@@ -195,11 +182,4 @@ func (c *checks) tracked(context.Context) {
 	default:
 		c.found(name, ok, "%d of at most %d flows of all programs", t.Flows, t.Most)
 	}
-}
-
-func goes(n int) string {
-	if n == 1 {
-		return "goes"
-	}
-	return "go"
 }

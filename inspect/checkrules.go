@@ -63,7 +63,7 @@ func (c *checks) rule(name string, b Blocking) {
 		severity, drops = problem, "drops"
 	}
 	if strings.HasSuffix(b.Rule, "reject") {
-		drops = map[bool]string{true: "rejects", false: "may reject"}[b.Certain]
+		drops = either(b.Certain, "rejects", "may reject")
 	}
 	traffic := "what is for " + b.What
 	if b.Answers {
@@ -138,13 +138,13 @@ func (c *checks) rule(name string, b Blocking) {
 
 // changed is about a rule that changes packets in such a way that answers do not come back.
 func (c *checks) changed(b Blocking, severity, whose string) {
-	can := map[bool]string{true: "", false: "may "}[b.Certain]
+	can := either(b.Certain, "", "may ")
 	if b.Missing {
 		c.diagnose(severity, Unmasqueraded, "correct the rule, or have its owner write it anew, as after a change of the node's address",
 			"A rule of %s gives what is for %s a source address that this node does not have, so that answers %sgo elsewhere: \"%s\" in %s.", whose, b.What, can, b.Rule, b.Place)
 		return
 	}
-	changes := map[bool]string{true: "changes", false: "may change"}[b.Certain]
+	changes := either(b.Certain, "changes", "may change")
 	c.diagnose(severity, Unmasqueraded, "have its owner set some bits alone (--set-xmark VALUE/MASK, --nfmask), without that of nodeproxy (iptables.masqueradeBit, nftables.masqueradeBit)",
 		"A rule of %s %s the mark by which what is for %s is to be masqueraded: \"%s\" in %s. Endpoints on other nodes answer past this node, and those connections hang.",
 		whose, changes, b.What, b.Rule, b.Place)

@@ -35,7 +35,7 @@ func (c *checks) ways(ctx context.Context) {
 	if len(to.Endpoints) == 0 {
 		return
 	}
-	of := "the " + endpointCount(all) + " in use"
+	of := "the " + counted(all, "endpoint") + " in use"
 	if all > len(to.Endpoints) {
 		of = fmt.Sprintf("%d of the %d endpoints in use, which are those that were looked at", len(to.Endpoints), all)
 	}
@@ -103,7 +103,7 @@ func (c *checks) shut(at map[netip.Addr]string) {
 		return
 	}
 	_, list := listed(at, "%s (%s)")
-	c.found("policies of IPsec", problem, "packets of %s are dropped", endpointCount(len(at)))
+	c.found("policies of IPsec", problem, "packets of %s are dropped", counted(len(at), "endpoint"))
 	c.diagnose(problem, ShutByIPsec, "see what manages IPsec on this node, and whether it has agreed on keys: ip xfrm policy; ip xfrm state",
 		"A policy of IPsec has the kernel drop packets for endpoints, or their answers, and those connections fail: %s.", some(list))
 }
@@ -125,7 +125,7 @@ func (c *checks) misled(w *Ways) {
 	}
 	if len(here) > 0 {
 		addrs, list := listed(here, "%s (via %s)")
-		c.found("default route", note, "it leads to %s of this node", endpointCount(len(here)))
+		c.found("default route", note, "it leads to %s of this node", counted(len(here), "endpoint"))
 		c.diagnose(note, LeavesNode, "see whether the network plugin's interface and its address are still there: ip addr; ip route get "+addrs[0].String(),
 			"Endpoints are Pods of this node, but the node has no route to them but the default one, by which packets leave it; unless something there sends them back, connections fail: %s.", some(list))
 	}
@@ -161,13 +161,13 @@ func (c *checks) misled(w *Ways) {
 	}
 	if len(w.Looped) > 0 {
 		_, list := listed(w.Looped, "%s (%s)")
-		c.found("tunnels", problem, "one sends packets for %s to this node itself", endpointCount(len(w.Looped)))
+		c.found("tunnels", problem, "one sends packets for %s to this node itself", counted(len(w.Looped), "endpoint"))
 		c.diagnose(problem, NoRoute, "see which address the other node has told the network plugin: two nodes with one InternalIP, as machines of Vagrant may have, need another interface for it (flannel: --iface; kubelet: --node-ip)",
 			"A tunnel sends packets for endpoints on other nodes to an address of this node, and connections that go there fail: %s.", some(list))
 	}
 	if len(w.Lost) > 0 {
 		_, list := listed(w.Lost, "%s (%s)")
-		c.found("tunnels", problem, "one knows no host for %s", endpointCount(len(w.Lost)))
+		c.found("tunnels", problem, "one knows no host for %s", counted(len(w.Lost), "endpoint"))
 		c.diagnose(problem, NoRoute, "see whether the network plugin runs on this node and knows the other: bridge fdb show dev NAME",
 			"A tunnel has no entry for the next hop to endpoints on other nodes, and connections that go there fail: %s.", some(list))
 	}
@@ -239,12 +239,9 @@ func (c *checks) unrouted(list []Unrouted) {
 }
 
 // listed returns addresses in order, and each with what is said of it.
-func listed(of map[netip.Addr]string, format string) (addrs []netip.Addr, words []string) {
+func listed(of map[netip.Addr]string, format string) (addrs []netip.Addr, each []string) {
 	addrs = slices.SortedFunc(maps.Keys(of), netip.Addr.Compare)
-	for _, a := range addrs {
-		words = append(words, fmt.Sprintf(format, a, of[a]))
-	}
-	return addrs, words
+	return addrs, words(addrs, func(a netip.Addr) string { return fmt.Sprintf(format, a, of[a]) })
 }
 
 func (c *checks) notForwarded(families []plan.Family) {
@@ -310,21 +307,21 @@ func (c *checks) reverse(ctx context.Context) {
 		return
 	case len(r.Strict) == 0: // Then it does not matter for answers.
 		if r.Known && r.Drops > 0 && len(r.Anywhere) > 0 && slices.ContainsFunc(c.ports, (*plan.ServicePort).HasExternal) {
-			c.found(name, note, "strict at %s; %s dropped by it on this node", some(r.Anywhere), amount(int64(r.Drops), "packet"))
+			c.found(name, note, "strict at %s; %s dropped by it on this node", some(r.Anywhere), counted(r.Drops, "packet"))
 			c.diagnose(note, AnswersFiltered, fmt.Sprintf("if clients come there, have a route lead back to them, or set net.ipv4.conf.%s.rp_filter to 2, which is loose", r.Anywhere[0]),
 				"The kernel has dropped %s on this node since rp_filter is strict at %s: clients that come by another interface than that of the route back to them get nowhere.",
-				amount(int64(r.Drops), "packet"), some(r.Anywhere))
+				counted(r.Drops, "packet"), some(r.Anywhere))
 		}
 		return
 	}
 	result, drops := ok, ""
 	if r.Known {
-		drops = fmt.Sprintf("; %s dropped by it on this node", amount(int64(r.Drops), "packet"))
+		drops = fmt.Sprintf("; %s dropped by it on this node", counted(r.Drops, "packet"))
 		if r.Drops > 0 {
 			result = note
 			c.suspect(AnswersFiltered, fmt.Sprintf(toFilter, r.Strict[0]),
 				"The kernel has dropped %s on this node since rp_filter is strict at %s: answers that come there although the route back to their source leads elsewhere are dropped.",
-				amount(int64(r.Drops), "packet"), some(r.Strict))
+				counted(r.Drops, "packet"), some(r.Strict))
 		}
 	}
 	if len(r.Filtered) == 0 {

@@ -299,11 +299,11 @@ func (c *diagnosis) node(sp *plan.ServicePort, own *plan.Plan) {
 			}
 			if none := f.Kind == plan.NodePort && len(ranges) > 0 && !slices.ContainsFunc(ranges, here); none && wide {
 				c.add(note, NodePortsNowhere, "correct nodePortAddresses, unless this machine has other addresses that are meant",
-					"None of the Node's addresses is in nodePortAddresses, to which node ports are limited%s: %s answers only at addresses in %s.", c.name(sp), f, rangesOf(ranges))
+					"None of the Node's addresses is in nodePortAddresses, to which node ports are limited%s: %s answers only at addresses in %s.", c.name(sp), f, some(words(ranges, netip.Prefix.String)))
 			} else if none {
 				c.add(problem, NodePortsNowhere, "correct status.addresses of the Node (--node-ip of the kubelet), or set nodePortAddresses otherwise",
 					"Nothing answers at %s of this node%s: node ports are limited to addresses that this machine does not have (nodePortAddresses): %s.",
-					f, c.name(sp), addressesOf(ranges))
+					f, c.name(sp), some(words(ranges, func(r netip.Prefix) string { return r.Addr().String() })))
 			}
 			continue
 		}
@@ -365,22 +365,6 @@ func (c *diagnosis) podRange(sp *plan.ServicePort, own *plan.Plan) {
 	}
 }
 
-func rangesOf(ranges []netip.Prefix) string {
-	var out []string
-	for _, r := range ranges {
-		out = append(out, r.String())
-	}
-	return some(out)
-}
-
-func addressesOf(ranges []netip.Prefix) string {
-	var out []string
-	for _, r := range ranges {
-		out = append(out, r.Addr().String())
-	}
-	return some(out)
-}
-
 // endpoints is about the endpoints of a ServicePort.
 func (c *diagnosis) endpoints(sp *plan.ServicePort, node plan.Node) {
 	list := c.d.Endpoints(sp.Key)
@@ -428,12 +412,12 @@ func (c *diagnosis) endpoints(sp *plan.ServicePort, node plan.Node) {
 		if ready { // They are elsewhere, where the traffic policy does not allow this node to send.
 			c.add(problem, OnlyTerminating, "find out why no new Pod becomes ready on this node: "+pods,
 				"No endpoint on this node is ready, and the traffic policy is Local. What is terminating here but still serves gets the traffic until it ends%s: %s.",
-				c.name(sp), endpointCount(len(used)))
+				c.name(sp), counted(len(used), "endpoint"))
 			c.local(sp, node)
 			return
 		}
 		c.add(problem, OnlyTerminating, "find out why no new Pod becomes ready: "+pods,
-			"No endpoint is ready. What is terminating but still serves gets the traffic until it ends%s: %s.", c.name(sp), endpointCount(len(used)))
+			"No endpoint is ready. What is terminating but still serves gets the traffic until it ends%s: %s.", c.name(sp), counted(len(used), "endpoint"))
 	}
 	if local := sp.Endpoints.Local; ready && sp.ExternalPolicy == plan.Local && sp.HasExternal() && len(sp.Endpoints.Cluster) > 0 && len(local) > 0 &&
 		!slices.ContainsFunc(local, func(ep plan.Endpoint) bool { return !ep.Terminating }) && slices.ContainsFunc(sp.Endpoints.Cluster, func(ep plan.Endpoint) bool { return !ep.Terminating }) {
@@ -443,7 +427,7 @@ func (c *diagnosis) endpoints(sp *plan.ServicePort, node plan.Node) {
 		}
 		c.add(severity, OnlyTerminating, "find out why no new Pod becomes ready on this node: "+pods,
 			"No endpoint on this node is ready, and externalTrafficPolicy is Local. What is terminating here but still serves gets what comes from outside until it ends%s: %s.",
-			c.name(sp), endpointCount(len(local)))
+			c.name(sp), counted(len(local), "endpoint"))
 	}
 	c.local(sp, node)
 	c.hints(sp, list, node)
@@ -755,12 +739,12 @@ func (c *diagnosis) hints(sp *plan.ServicePort, list []topology.Endpoint, node p
 			where = "nodes"
 		}
 		used := len(sp.Endpoints.Cluster)
-		text := fmt.Sprintf("Hints leave %s to other %s, so this node sends nothing there%s.", endpointCount(left), where, c.name(sp))
+		text := fmt.Sprintf("Hints leave %s to other %s, so this node sends nothing there%s.", counted(left, "endpoint"), where, c.name(sp))
 		local := func(ex plan.Exclusion) bool {
 			return ex.Policy == plan.Cluster && ex.Reason == reason && slices.ContainsFunc(sp.Endpoints.Local, func(ep plan.Endpoint) bool { return ep.Addr == ex.Addr })
 		}
 		if slices.ContainsFunc(sp.Excluded, local) {
-			text = fmt.Sprintf("Hints leave %s to other %s, so this node sends nothing there but what policy Local is for%s.", endpointCount(left), where, c.name(sp))
+			text = fmt.Sprintf("Hints leave %s to other %s, so this node sends nothing there but what policy Local is for%s.", counted(left, "endpoint"), where, c.name(sp))
 		}
 		if reason == plan.NotForThisZone && 2*used*len(zones) <= used+left { // Half of an equal share, or less.
 			text += fmt.Sprintf(" All traffic of zone %s goes to %d of %d endpoints.", node.Zone, used, used+left)
@@ -773,7 +757,7 @@ func (c *diagnosis) hints(sp *plan.ServicePort, list []topology.Endpoint, node p
 	switch {
 	case len(sp.Endpoints.Cluster) == 0 || hinted == 0 || zones[node.Zone] && hinted == ready || slices.ContainsFunc(list, byNode):
 	case hinted < ready:
-		c.add(note, HintsNotHonoured, "", "%d of %d ready endpoints %s zone hints, so hints do not count and all of them get traffic%s.", ready-hinted, ready, map[bool]string{true: "lacks", false: "lack"}[ready-hinted == 1], c.name(sp))
+		c.add(note, HintsNotHonoured, "", "%d of %d ready endpoints %s zone hints, so hints do not count and all of them get traffic%s.", ready-hinted, ready, either(ready-hinted == 1, "lacks", "lack"), c.name(sp))
 	case node.Zone == "" && !c.d.NodeKnown:
 		c.add(note, HintsNotHonoured, nameNode,
 			"The endpoints have zone hints, but no Node of the name %s is known, and so no zone: hints do not count here and all of them get traffic%s.",
@@ -862,21 +846,3 @@ func called(ep topology.Endpoint) string {
 	}
 	return ep.Addr.Addr().String()
 }
-
-// some lists at most three of many.
-func some(list []string) string {
-	if len(list) > 3 {
-		return strings.Join(list[:3], ", ") + fmt.Sprintf(" and %d more", len(list)-3)
-	}
-	return strings.Join(list, ", ")
-}
-
-func are(n int) string {
-	if n == 1 {
-		return "is"
-	}
-	return "are"
-}
-
-// upper begins a sentence.
-func upper(s string) string { return strings.ToUpper(s[:1]) + s[1:] }

@@ -143,11 +143,7 @@ func (n *Node) findingsOf(svc plan.Service) (out []source.Finding) {
 
 // selector returns a selector as kubectl takes it.
 func selector(labels map[string]string) string {
-	var out []string
-	for _, k := range slices.Sorted(maps.Keys(labels)) {
-		out = append(out, k+"="+labels[k])
-	}
-	return strings.Join(out, ",")
+	return strings.Join(words(slices.Sorted(maps.Keys(labels)), func(k string) string { return k + "=" + labels[k] }), ",")
 }
 
 func explainPort(d *proxier.Description, own *plan.Plan, sp *plan.ServicePort, frontends int, programmed *plan.Snapshot,
@@ -284,10 +280,7 @@ const mostRanges = 20
 
 // ranges returns the source ranges of a ServicePort.
 func ranges(sp *plan.ServicePort) string {
-	var out []string
-	for _, r := range sp.SourceRanges[:min(len(sp.SourceRanges), mostRanges)] {
-		out = append(out, r.String())
-	}
+	out := words(sp.SourceRanges[:min(len(sp.SourceRanges), mostRanges)], netip.Prefix.String)
 	if more := len(sp.SourceRanges) - mostRanges; more > 0 {
 		out = append(out, fmt.Sprintf("and %d more", more))
 	}
@@ -411,7 +404,7 @@ func (v Verdict) Summary() string {
 	case plan.Reject.String(), plan.Drop.String():
 		return v.Action + ": " + v.Reasons[len(v.Reasons)-1]
 	}
-	s := fmt.Sprintf("forward to %s", endpointCount(v.Chosen))
+	s := fmt.Sprintf("forward to %s", counted(v.Chosen, "endpoint"))
 	switch v.MasqueradedTo {
 	case 0:
 		return s
@@ -423,12 +416,4 @@ func (v Verdict) Summary() string {
 		text = fmt.Sprintf("%d of them", v.MasqueradedTo)
 	}
 	return s + ", masqueraded to " + text
-}
-
-// endpointCount is such as "1 endpoint".
-func endpointCount(n int) string {
-	if n == 1 {
-		return "1 endpoint"
-	}
-	return fmt.Sprintf("%d endpoints", n)
 }

@@ -260,11 +260,7 @@ func (s *Sync) latest() time.Time {
 }
 
 func (s *Sync) why() string {
-	var out []string
-	for _, r := range s.Reasons {
-		out = append(out, string(r))
-	}
-	return strings.Join(out, ",")
+	return strings.Join(words(s.Reasons, func(r proxier.Reason) string { return string(r) }), ",")
 }
 
 func inputText(in proxier.Input) string {
@@ -272,13 +268,13 @@ func inputText(in proxier.Input) string {
 	for _, kind := range []struct {
 		n    int
 		name string
-	}{{in.Services, "Services"}, {in.EndpointSlices, "EndpointSlices"}, {in.Nodes, "Nodes"}, {in.ServiceCIDRs, "ServiceCIDRs"}, {in.Gone, "gone"}} {
-		if name := kind.name; kind.n > 0 {
-			if kind.n == 1 {
-				name = strings.TrimSuffix(name, "s")
-			}
-			out = append(out, fmt.Sprintf("%d %s", kind.n, name))
+	}{{in.Services, "Service"}, {in.EndpointSlices, "EndpointSlice"}, {in.Nodes, "Node"}, {in.ServiceCIDRs, "ServiceCIDR"}} {
+		if kind.n > 0 {
+			out = append(out, counted(kind.n, kind.name))
 		}
+	}
+	if in.Gone > 0 {
+		out = append(out, fmt.Sprintf("%d gone", in.Gone))
 	}
 	return strings.Join(out, ", ")
 }
@@ -329,21 +325,7 @@ func seconds(s float64) string {
 }
 
 func writtenText(kinds map[string]int) string {
-	var out []string
-	for _, k := range slices.Sorted(maps.Keys(kinds)) {
-		out = append(out, fmt.Sprintf("%d %s", kinds[k], plural(strings.ReplaceAll(k, "_", " "), kinds[k])))
-	}
-	return strings.Join(out, ", ")
-}
-
-func plural(noun string, n int) string {
-	switch {
-	case n == 1:
-		return noun
-	case strings.HasSuffix(noun, "s"):
-		return noun + "es"
-	}
-	return noun + "s"
+	return strings.Join(words(slices.Sorted(maps.Keys(kinds)), func(k string) string { return counted(kinds[k], strings.ReplaceAll(k, "_", " ")) }), ", ")
 }
 
 // result says how a sync ended.
@@ -357,7 +339,7 @@ func (s *Sync) result() string {
 		if s.Error != "" {
 			now = "not repaired"
 		}
-		out = append(out, fmt.Sprintf("%s: %d %s changed by another program: %s", now, s.Drift, plural("thing", s.Drift), s.DriftDetail))
+		out = append(out, fmt.Sprintf("%s: %s changed by another program: %s", now, counted(s.Drift, "thing"), s.DriftDetail))
 	} else if s.Suspicion != "" {
 		out = append(out, "looked because "+s.Suspicion)
 	}

@@ -225,11 +225,7 @@ func (c *diagnosis) nearly(pods []*v1.Pod) (text string, likeness int) {
 }
 
 func podNames(pods []*v1.Pod) string {
-	var names []string
-	for _, p := range pods {
-		names = append(names, p.Name)
-	}
-	return some(names)
+	return some(words(pods, func(p *v1.Pod) string { return p.Name }))
 }
 
 // setByControllers are labels to which controllers give values that differ from Pod to Pod, or change with each version. A value that no Pod has is
@@ -399,11 +395,10 @@ func (c *diagnosis) twiceNamed(sp *plan.ServicePort, target string, pods []*v1.P
 // otherApp names the Pods that declare other ports than the targetPort, which others declare: the selector may match them by mistake.
 func (c *diagnosis) otherApp(sp *plan.ServicePort, target string, pods []*v1.Pod, is func(v1.ContainerPort) bool) {
 	var others []*v1.Pod
-	var names []string
 	for _, p := range pods {
 		own := containerPorts([]*v1.Pod{p}, sp.Key.Protocol)
 		if p.DeletionTimestamp == nil && withoutEndpoint(p) == "" && len(own) > 0 && !slices.ContainsFunc(own, is) {
-			others, names = append(others, p), append(names, p.Name)
+			others = append(others, p)
 		}
 	}
 	if len(others) == 0 {
@@ -412,7 +407,7 @@ func (c *diagnosis) otherApp(sp *plan.ServicePort, target string, pods []*v1.Pod
 	c.add(note, SelectorMatchesOthers, "if they are another app's, give the selector a label that only the Service's own Pods have",
 		"The selector %s also matches Pods that do not declare the targetPort %s, though others do%s: %s. They get a share of the connections, "+
 			"and refuse it unless they listen there; what they declare is %s.",
-		selector(c.d.Selector), target, c.name(sp), some(names), portList(containerPorts(others, sp.Key.Protocol)))
+		selector(c.d.Selector), target, c.name(sp), podNames(others), portList(containerPorts(others, sp.Key.Protocol)))
 }
 
 // podsNotReady returns the Pods of endpoints that are neither ready nor terminating; "" for one of no Pod.
@@ -689,13 +684,11 @@ func containerPorts(pods []*v1.Pod, protocol plan.Protocol) []v1.ContainerPort {
 
 // portList is such as "8080 (http), 9090".
 func portList(ports []v1.ContainerPort) string {
-	var out []string
-	for _, p := range ports {
+	return some(words(ports, func(p v1.ContainerPort) string {
 		text := fmt.Sprint(p.ContainerPort)
 		if p.Name != "" {
 			text += " (" + p.Name + ")"
 		}
-		out = append(out, text)
-	}
-	return some(out)
+		return text
+	}))
 }

@@ -134,7 +134,7 @@ type SourceStatus struct {
 // Status returns how this nodeproxy fares. What takes long is left out once ctx has ended.
 func (n *Node) Status(ctx context.Context) *Status {
 	self, now := n.Self(), time.Now()
-	s := &Status{Program: self.Program, Mode: n.Mode, Variant: self.Variant, Families: familyNames(self.Families), Unserved: familyNames(self.Unserved),
+	s := &Status{Program: self.Program, Mode: n.Mode, Variant: self.Variant, Families: words(self.Families, plan.Family.String), Unserved: words(self.Unserved, plan.Family.String),
 		Started: self.Started, Now: now, Missing: append([]Missing{}, self.Missing...), Ready: len(self.Missing) == 0,
 		Neighbours: append([]Neighbour{}, self.Neighbours...), Refused: []string{}, Wrong: []string{}, WaitingSeconds: self.Waited.Seconds()}
 	n.View(func(state *proxier.State) {
@@ -272,14 +272,6 @@ func isFrontend(snapshot *plan.Snapshot, at netip.AddrPort) bool {
 	return false
 }
 
-func familyNames(list []plan.Family) []string {
-	out := []string{}
-	for _, f := range list {
-		out = append(out, f.String())
-	}
-	return out
-}
-
 func statistics(list []Sync) SyncStatistics {
 	var out SyncStatistics
 	var took []float64
@@ -342,7 +334,7 @@ func (s *Status) judge(self Self) {
 	if len(stale) > 0 {
 		more := ""
 		if n := len(stale) - 1; n > 0 {
-			more = fmt.Sprintf("; nor is it for %d more %s of objects", n, plural("kind", n))
+			more = fmt.Sprintf("; nor is it for %d more %s of objects", n, plural(n, "kind"))
 		}
 		wrong("It is not ready (fresh): %s%s. Look at the API server, and at this node's way to it.", stale[0], more)
 	}
@@ -384,25 +376,16 @@ func (s *Status) judge(self Self) {
 		wrong("%s To do: %s.", what, do)
 	}
 	if n := len(s.refusing); n > 0 {
-		wrong("Nothing listens at %d %s of this node, which %s traffic all the same: %s. \"nodeproxy explain\" says more.", n, plural("endpoint", n),
-			map[bool]string{true: "gets", false: "get"}[n == 1], few(s.refusing))
+		wrong("Nothing listens at %s of this node, which %s traffic all the same: %s. \"nodeproxy explain\" says more.", counted(n, "endpoint"),
+			either(n == 1, "gets", "get"), some(s.refusing))
 	}
 	if n := len(s.Refused); n > 0 {
-		wrong("The kernel refuses %d %s: %s. \"nodeproxy explain\" says why.", n, plural("ServicePort", n), few(s.Refused))
+		wrong("The kernel refuses %s: %s. \"nodeproxy explain\" says why.", counted(n, "ServicePort"), some(s.Refused))
 	}
 	if more := s.Problems - said; more > 0 {
-		wrong("There %s with objects or with the node; \"nodeproxy get findings\" lists them.", map[bool]string{true: "is a problem",
-			false: fmt.Sprintf("are %d problems", more)}[more == 1])
+		wrong("There %s with objects or with the node; \"nodeproxy get findings\" lists them.",
+			either(more == 1, "is a problem", fmt.Sprintf("are %d problems", more)))
 	}
-}
-
-// few names the first three of a list.
-func few(list []string) string {
-	text := strings.Join(list[:min(3, len(list))], ", ")
-	if more := len(list) - 3; more > 0 {
-		text += fmt.Sprintf(" and %d more", more)
-	}
-	return text
 }
 
 // WriteStatus writes a status on one screen.
@@ -420,11 +403,7 @@ func WriteStatus(w io.Writer, s *Status) error {
 	row("Mode", mode, strings.Join(s.Families, " and "))
 	ready := "yes"
 	if !s.Ready {
-		var names []string
-		for _, m := range s.Missing {
-			names = append(names, m.Condition)
-		}
-		names = slices.Compact(names)
+		names := slices.Compact(words(s.Missing, func(m Missing) string { return m.Condition }))
 		ready = "no: " + strings.Join(names, ", ") + " missing"
 	}
 	row("Ready", ready)
@@ -437,7 +416,7 @@ func WriteStatus(w io.Writer, s *Status) error {
 		waits = "a change has waited for " + seconds(s.WaitingSeconds)
 	}
 	row("In sync", inSync, waits)
-	row("Objects", counted("Service", s.Services), counted("ServicePort", s.ServicePorts), counted("endpoint", s.Endpoints)+" in use")
+	row("Objects", counted(s.Services, "Service"), counted(s.ServicePorts, "ServicePort"), counted(s.Endpoints, "endpoint")+" in use")
 	source := "current"
 	switch {
 	case s.Source.LastEvent.IsZero() && s.Source.Connected:
@@ -463,8 +442,8 @@ func WriteStatus(w io.Writer, s *Status) error {
 	if s.Tracked != nil {
 		row("Tracking", fmt.Sprintf("%d of at most %d flows", s.Tracked.Flows, s.Tracked.Most))
 	}
-	row("Findings", counted("problem", s.Problems), counted("note", s.Notes))
-	row("Refused", cmp.Or(few(s.Refused), "none"))
+	row("Findings", counted(s.Problems, "problem"), counted(s.Notes, "note"))
+	row("Refused", cmp.Or(some(s.Refused), "none"))
 	name := "Neighbours"
 	for _, n := range s.Neighbours {
 		row(name, n.What)
@@ -486,5 +465,3 @@ func WriteStatus(w io.Writer, s *Status) error {
 	}
 	return nil
 }
-
-func counted(noun string, n int) string { return fmt.Sprintf("%d %s", n, plural(noun, n)) }

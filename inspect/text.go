@@ -101,6 +101,52 @@ func (sp ServicePort) portText() string {
 	return s
 }
 
+// words returns the texts of a list.
+func words[T any](list []T, text func(T) string) []string {
+	out := make([]string, 0, len(list))
+	for _, v := range list {
+		out = append(out, text(v))
+	}
+	return out
+}
+
+// some lists at most three of many.
+func some(list []string) string {
+	text := strings.Join(list[:min(3, len(list))], ", ")
+	if more := len(list) - 3; more > 0 {
+		text += fmt.Sprintf(" and %d more", more)
+	}
+	return text
+}
+
+// counted is such as "1 packet" or "2 packets".
+func counted[N int | int64 | uint32 | uint64](n N, noun string) string {
+	return fmt.Sprintf("%d %s", n, plural(n, noun))
+}
+
+func plural[N int | int64 | uint32 | uint64](n N, noun string) string {
+	switch {
+	case n == 1:
+		return noun
+	case strings.HasSuffix(noun, "s"):
+		return noun + "es"
+	}
+	return noun + "s"
+}
+
+// either returns the first text if a condition holds, and else the second.
+func either(holds bool, first, second string) string {
+	if holds {
+		return first
+	}
+	return second
+}
+
+func are(n int) string { return either(n == 1, "is", "are") }
+
+// upper begins a sentence.
+func upper(s string) string { return strings.ToUpper(s[:1]) + s[1:] }
+
 // counter is a counter as a cell, which is empty for what is not counted.
 func counter(n int64) string {
 	if n == plan.NotCounted {

@@ -236,10 +236,7 @@ func portsOf(found []plan.Address, example string) string {
 	if len(found) == 0 {
 		return "such as " + example
 	}
-	var ports []string
-	for _, f := range found {
-		ports = append(ports, fmt.Sprintf("%d/%s", f.Port, f.Protocol))
-	}
+	ports := words(found, func(a plan.Address) string { return fmt.Sprintf("%d/%s", a.Port, a.Protocol) })
 	slices.Sort(ports)
 	return "there are " + strings.Join(slices.Compact(ports), ", ")
 }

@@ -60,7 +60,7 @@ func (p PacketTrace) result() string {
 				n++
 			}
 		}
-		return fmt.Sprintf("is forwarded to %s of %s:", endpointCount(n), p.Service)
+		return fmt.Sprintf("is forwarded to %s of %s:", counted(n, "endpoint"), p.Service)
 	case plan.Reject.String():
 		return "is rejected:"
 	case plan.Drop.String():
