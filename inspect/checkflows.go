@@ -12,15 +12,10 @@ import (
 )
 
 // traffic is about counters.
-func (c *checks) traffic(ctx context.Context) {
-	if c.reality.Traffic == nil || len(c.ports) == 0 {
-		return
-	}
-	const name = "traffic"
+func (c *checks) traffic(ctx context.Context) error {
 	all, err := c.reality.Traffic(ctx)
 	if err != nil {
-		c.found(name, unknown, "%v", err)
-		return
+		return err
 	}
 	for _, sp := range c.ports {
 		t, known := all[sp.Key]
@@ -35,20 +30,21 @@ func (c *checks) traffic(ctx context.Context) {
 		if t.PacketsIn != plan.NotCounted {
 			text += fmt.Sprintf(", %s in, %s out", counted(t.PacketsIn, "packet"), counted(t.PacketsOut, "packet"))
 		}
-		c.found(name, ok, "%s since the rules were written%s", text, port)
+		c.found(ok, "%s since the rules were written%s", text, port)
 	}
+	return nil
 }
 
 // forgets is about connections that the kernel forgets soon.
 func (c *checks) forgets(after int) {
-	if after == 0 || !slices.ContainsFunc(c.ports, func(sp *plan.ServicePort) bool { return sp.Key.Protocol == plan.TCP }) {
+	if after == 0 || !c.any(func(sp *plan.ServicePort) bool { return sp.Key.Protocol == plan.TCP }) {
 		return
 	}
 	severity := note
 	if after < soon {
 		severity = problem
 	}
-	c.found("connection tracking", severity, "established connections are forgotten after %d s", after)
+	c.found(severity, "established connections are forgotten after %d s", after)
 	c.diagnose(severity, ForgottenEarly, "see what has lowered it, and restart nodeproxy, or set net.netfilter.nf_conntrack_tcp_timeout_established again",
 		"The kernel forgets connections of TCP that are silent for %d s (net.netfilter.nf_conntrack_tcp_timeout_established), which is less than nodeproxy had set: what comes later on them is reset or lost.", after)
 }
@@ -57,15 +53,10 @@ func (c *checks) forgets(after int) {
 const soon = 60
 
 // flows is about connections.
-func (c *checks) flows(ctx context.Context) {
-	if c.reality.Flows == nil || len(c.ports) == 0 {
-		return
-	}
-	const name = "connections"
+func (c *checks) flows(ctx context.Context) error {
 	flows, err := c.reality.Flows(ctx, c.ports)
 	if err != nil {
-		c.found(name, unknown, "%v", err)
-		return
+		return err
 	}
 	current := map[netip.AddrPort]bool{}
 	for _, sp := range c.ports {
@@ -100,20 +91,18 @@ func (c *checks) flows(ctx context.Context) {
 		each = append(each, text)
 	}
 	if total == 0 {
-		c.found(name, ok, "none is open")
-		return
+		c.found(ok, "none is open")
+		return nil
 	}
 	if stale > 0 {
 		result = severer(result, note)
-		first, family := netip.MustParseAddrPort(gone[0]).Addr(), ""
-		if first.Is6() {
-			family = "-f ipv6 "
-		}
-		c.diagnose(note, StaleConnections, fmt.Sprintf("if clients hang, let them connect anew, or delete what is tracked: conntrack -D %s--reply-src %s", family, first),
+		family := either(goneTo[0].Is6(), "-f ipv6 ", "")
+		c.diagnose(note, StaleConnections, fmt.Sprintf("if clients hang, let them connect anew, or delete what is tracked: conntrack -D %s--reply-src %s", family, goneTo[0]),
 			"%s of the Service still %s to what is no longer an endpoint: %s.", counted(stale, "connection"), either(stale == 1, "goes", "go"), some(gone))
 		c.about(goneTo...)
 	}
-	c.found(name, result, "%d tracked: %s", total, some(each))
+	c.found(result, "%d tracked: %s", total, some(each))
+	return nil
 }
 
 // manyUnanswered is how many connections to an endpoint are not in their first moment by chance, where none of them is answered.
@@ -163,23 +152,20 @@ func severer(a, b string) string {
 const moreFlows = "raise net.netfilter.nf_conntrack_max (--conntrack-max-per-core, --conntrack-min), and see whose flows they are: conntrack -L"
 
 // tracked is about the room for connections, of all programs.
-func (c *checks) tracked(context.Context) {
-	if c.reality.Tracked == nil {
-		return
-	}
-	const name = "connection tracking"
+func (c *checks) tracked(context.Context) error {
 	t, err := c.reality.Tracked()
-	defer c.forgets(t.Forgets)
 	switch {
 	case err != nil:
-		c.found(name, unknown, "%v", err)
+		c.found(unknown, "%v", err)
 	case t.full():
-		c.found(name, problem, "the kernel tracks %d flows, and no more than %d", t.Flows, t.Most)
+		c.found(problem, "the kernel tracks %d flows, and no more than %d", t.Flows, t.Most)
 		c.diagnose(problem, TrackingFull, moreFlows, "The kernel may drop new connections of any kind: it tracks %d flows, and no more than %d.", t.Flows, t.Most)
 	case t.Most > 0 && t.Flows >= t.Most-t.Most/10:
-		c.found(name, note, "the kernel tracks %d flows, and no more than %d", t.Flows, t.Most)
+		c.found(note, "the kernel tracks %d flows, and no more than %d", t.Flows, t.Most)
 		c.diagnose(note, TrackingFull, moreFlows, "The kernel has little room for new connections: it tracks %d flows, and no more than %d.", t.Flows, t.Most)
 	default:
-		c.found(name, ok, "%d of at most %d flows of all programs", t.Flows, t.Most)
+		c.found(ok, "%d of at most %d flows of all programs", t.Flows, t.Most)
 	}
+	c.forgets(t.Forgets)
+	return nil
 }

@@ -140,8 +140,14 @@ func (n *Node) diagnose(d *proxier.Description, own *plan.Plan, programmed *plan
 			"%s is asked for by Service %s, too, which does not get it: what is sent there goes to this Service.", upper(of.Frontend.String()), of.By.PortName())
 	}
 	c.objects()
-	slices.SortStableFunc(c.list, func(a, b Diagnosis) int { return -cmp.Compare(a.Severity, b.Severity) })
+	worstFirst(c.list)
 	return c.list
+}
+
+// worstFirst puts problems before notes, which come before what is only suspected.
+func worstFirst(list []Diagnosis) {
+	order := []string{problem, note, suspected}
+	slices.SortStableFunc(list, func(a, b Diagnosis) int { return slices.Index(order, a.Severity) - slices.Index(order, b.Severity) })
 }
 
 // service is about the Service as a whole.
@@ -261,10 +267,7 @@ func (c *diagnosis) addresses(sp *plan.ServicePort) {
 				"%s belongs to Service %s, which takes precedence: what is sent there goes to that Service.", taken[0], taken[1])
 		}
 	}
-	has := func(sp *plan.ServicePort, kind plan.FrontendKind) bool {
-		return slices.ContainsFunc(sp.Frontends, func(f plan.Frontend) bool { return f.Kind == kind })
-	}
-	if !has(sp, plan.LoadBalancerIP) || len(sp.SourceRanges) == 0 {
+	if !hasKind(sp, plan.LoadBalancerIP) || len(sp.SourceRanges) == 0 {
 		return
 	}
 	if nobody := func(r netip.Prefix) bool { return r.IsSingleIP() && r.Addr().IsUnspecified() }; !slices.ContainsFunc(sp.SourceRanges, func(r netip.Prefix) bool { return !nobody(r) }) {
@@ -275,9 +278,13 @@ func (c *diagnosis) addresses(sp *plan.ServicePort) {
 	}
 	c.add(note, SourceRanges, "add the client's range to spec.loadBalancerSourceRanges if it should get in",
 		"Only clients from %s may reach the load balancer IPs; those of others are dropped%s.", ranges(sp), c.name(sp))
-	if has(sp, plan.NodePort) {
+	if hasKind(sp, plan.NodePort) {
 		c.add(note, SourceRanges, "set spec.allocateLoadBalancerNodePorts to false if the load balancer needs no node ports", "The source ranges do not limit who may reach the node ports.")
 	}
+}
+
+func hasKind(sp *plan.ServicePort, kind plan.FrontendKind) bool {
+	return slices.ContainsFunc(sp.Frontends, func(f plan.Frontend) bool { return f.Kind == kind })
 }
 
 // nameNode is what to do where no Node of this node's name is known.
@@ -795,26 +802,14 @@ func (c *diagnosis) objects() {
 		if f.Effect == source.NotForProxy || f.Kind == source.Claimed { // There is a diagnosis of that already.
 			continue
 		}
-		severity := note
-		if f.Severity == source.Problem {
-			severity = problem
-		}
-		code := ObjectFinding
-		if f.Kind == source.PortConflict {
-			code = PortConflict
-		}
-		c.add(severity, code, correction(f), "%s.", f)
+		c.add(f.Severity.String(), either(f.Kind == source.PortConflict, PortConflict, ObjectFinding), correction(f), "%s.", f)
 	}
 	for _, f := range c.others {
-		severity := note
-		if f.Severity == source.Problem {
-			severity = problem
-		}
 		if strings.HasSuffix(f.Field, ".targetPort") && c.podsKnown { // Of that, the Pods tell more.
 			continue
 		}
-		if c.mine(f) && (f.Kind == source.Claimed || f.Kind == source.Other && severity == problem) && !slices.Contains(c.d.Findings, f) {
-			c.add(severity, ObjectFinding, correction(f), "%s.", f)
+		if c.mine(f) && (f.Kind == source.Claimed || f.Kind == source.Other && f.Severity == source.Problem) && !slices.Contains(c.d.Findings, f) {
+			c.add(f.Severity.String(), ObjectFinding, correction(f), "%s.", f)
 		}
 	}
 }

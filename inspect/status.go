@@ -12,6 +12,7 @@ import (
 	"text/tabwriter"
 	"time"
 
+	"nodeproxy/inspect/reality"
 	"nodeproxy/plan"
 	"nodeproxy/proxier"
 	"nodeproxy/source"
@@ -85,7 +86,7 @@ type Status struct {
 	Source         SourceStatus   `json:"source"`
 	// Tracked is nil where it can't be read.
 	Tracked  *TrackedFlows `json:"tracked,omitempty"`
-	filtered []Filtered
+	filtered []reality.Filtered
 	// notForwarded are the families of which this node forwards nothing, though endpoints are elsewhere.
 	notForwarded []plan.Family
 	// refusing are endpoints on this node that get traffic and at which nothing listens, each with a Service.
@@ -184,7 +185,7 @@ func (n *Node) Status(ctx context.Context) *Status {
 
 // sampled looks at the ways to one endpoint of IPv4 in each range of 256 addresses, which have the same route nearly everywhere, and to one of IPv6. It
 // returns those whose answers the kernel drops, and the families of which this node forwards nothing.
-func (n *Node) sampled(ctx context.Context, snapshot *plan.Snapshot) (filtered []Filtered, notForwarded []plan.Family) {
+func (n *Node) sampled(ctx context.Context, snapshot *plan.Snapshot) (filtered []reality.Filtered, notForwarded []plan.Family) {
 	first, first6 := map[netip.Prefix]netip.Addr{}, netip.Addr{}
 	for _, ports := range snapshot.Services() {
 		for _, sp := range ports {
@@ -216,7 +217,7 @@ func (n *Node) sampled(ctx context.Context, snapshot *plan.Snapshot) (filtered [
 		if first6.IsValid() {
 			sample = append(sample, first6)
 		}
-		if w, err := n.Reality.Ways(ctx, Places{Endpoints: sample}); err == nil {
+		if w, err := n.Reality.Ways(ctx, reality.Places{Endpoints: sample}); err == nil {
 			notForwarded = w.NotForwarded
 		}
 	}
@@ -246,8 +247,8 @@ func (n *Node) refusing(ctx context.Context, snapshot *plan.Snapshot) (out []str
 	if err != nil { // explain says it.
 		return nil
 	}
-	list = slices.DeleteFunc(list, func(l Listening) bool {
-		return l.Listens || l.Loopback || l.Several || l.Attachment != (Attachment{}) || isFrontend(snapshot, l.Addr)
+	list = slices.DeleteFunc(list, func(l reality.Listening) bool {
+		return l.Listens || l.Loopback || l.Several || l.Attachment != (reality.Attachment{}) || isFrontend(snapshot, l.Addr)
 	})
 	for _, l := range list {
 		for _, sp := range ports {

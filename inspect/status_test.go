@@ -9,6 +9,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"nodeproxy/inspect/reality"
 	"nodeproxy/plan"
 	"nodeproxy/proxier"
 	"nodeproxy/source"
@@ -103,21 +104,21 @@ func testStatusWrong(t *testing.T) {
 			}
 		}, []string{"2 problems, 0 notes\n", "- it wants this node.\n  - There is a problem with objects or with the node;"}},
 		"answers that rp_filter drops": {Self{}, func(n *Node) {
-			n.Reality = &Reality{Reverse: func(_ context.Context, list []netip.Addr) (*Reverse, error) {
-				return &Reverse{Filtered: []Filtered{{Addr: list[0], By: "eth1", Back: "eth0"}}}, nil
+			n.Reality = &Reality{Reverse: func(_ context.Context, list []netip.Addr) (*reality.Reverse, error) {
+				return &reality.Reverse{Filtered: []reality.Filtered{{Addr: list[0], By: "eth1", Back: "eth0"}}}, nil
 			}}
 		}, []string{"- The kernel drops the answers of endpoint 10.244.0.1: packets to it leave by eth1, where rp_filter is strict, but by the routes that hold for its answers " +
 			"they should come by eth0. To do: have the same routes hold for answers (ip rule), or set net.ipv4.conf.eth1.rp_filter to 2"}},
 		"no forwarding": {Self{}, func(n *Node) {
-			n.Reality = &Reality{Ways: func(_ context.Context, to Places) (*Ways, error) {
-				return &Ways{NotForwarded: []plan.Family{plan.FamilyOf(to.Endpoints[0])}}, nil
+			n.Reality = &Reality{Ways: func(_ context.Context, to reality.Places) (*reality.Ways, error) {
+				return &reality.Ways{NotForwarded: []plan.Family{plan.FamilyOf(to.Endpoints[0])}}, nil
 			}}
 		}, []string{"- This node does not forward packets of IPv4 (net.ipv4.ip_forward is 0): of the connections to endpoints elsewhere, or from elsewhere to Pods, only its own get there. " +
 			"To do: set net.ipv4.ip_forward to 1, and see what has cleared it"}},
 		"an endpoint that refuses": {Self{}, func(n *Node) {
-			n.Reality = &Reality{Endpoints: func(_ context.Context, ports []*plan.ServicePort) ([]Listening, error) {
+			n.Reality = &Reality{Endpoints: func(_ context.Context, ports []*plan.ServicePort) ([]reality.Listening, error) {
 				refused, open := ports[0].All()[0].Addr, ports[1].All()[0].Addr
-				return []Listening{{Addr: refused, Protocol: plan.TCP, Pod: true}, {Addr: open, Protocol: plan.TCP, Pod: true, Listens: true}}, nil
+				return []reality.Listening{{Addr: refused, Protocol: plan.TCP, Pod: true}, {Addr: open, Protocol: plan.TCP, Pod: true, Listens: true}}, nil
 			}}
 		}, []string{"- Nothing listens at 1 endpoint of this node, which gets traffic all the same: 10.244.0.1:8080 of Service default/s-0. \"nodeproxy explain\" says more."}},
 		"config":   {Self{Rejected: "line 3: no"}, nil, []string{"- The configuration file is not used, and the former configuration stays in force: line 3: no."}},

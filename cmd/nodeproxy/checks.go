@@ -41,8 +41,12 @@ func (d *daemon) reality() *inspect.Reality {
 	o.pods = sync.OnceValues(o.findPods)
 	r.Blocking, r.Ways = o.blocking, o.ways
 	r.Detour = func(from, to netip.Addr) string { return o.view().Detour(from, to) }
-	r.Reverse = func(ctx context.Context, list []netip.Addr) (*reality.Reverse, error) { return o.view().LookBack(ctx, list) }
-	r.Endpoints = func(ctx context.Context, ports []*plan.ServicePort) ([]reality.Listening, error) { return o.view().Look(ctx, ports) }
+	r.Reverse = func(ctx context.Context, list []netip.Addr) (*reality.Reverse, error) {
+		return o.view().LookBack(ctx, list)
+	}
+	r.Endpoints = func(ctx context.Context, ports []*plan.ServicePort) ([]reality.Listening, error) {
+		return o.view().Look(ctx, ports)
+	}
 	if verify := d.backend.verify; verify != nil {
 		r.Kernel = func(ctx context.Context, svc plan.Service) (int, []string, error) {
 			things, found, err := verify(ctx, svc)
