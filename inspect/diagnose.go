@@ -87,10 +87,10 @@ type diagnosis struct {
 	list        []Diagnosis
 	listed      map[[4]string]struct{} // what is in list
 	taken       map[[2]string]struct{} // frontends that other Services have, with the other's name
-	// readPods is Node.Pods until it has been asked; then allPods are what it returned.
-	readPods  func(namespace string) ([]*v1.Pod, error)
-	allPods   []*v1.Pod
-	podsKnown bool
+	// readPods is Node.Pods until it has been asked. Then podsHere are the Pods of the Service's namespace that it returned, and podsElsewhere the others.
+	readPods                func(namespace string) ([]*v1.Pod, error)
+	podsHere, podsElsewhere []*v1.Pod
+	podsKnown               bool
 	// elsewhere returns what reports whether an address is known not to be one of this machine.
 	elsewhere func() func(netip.Addr) bool
 	// others are findings that the proxier does not know, and file is the manifest that has the Service, if any.
@@ -381,41 +381,28 @@ func (c *diagnosis) endpoints(sp *plan.ServicePort, node plan.Node) {
 	}
 	c.listedTwice(sp)
 	c.foreign(sp)
-	var unready []string
-	for _, ep := range list {
-		if !ep.Ready && !ep.Terminating {
-			unready = append(unready, called(ep))
-		}
-	}
+	unready := only(list, func(ep topology.Endpoint) bool { return !ep.Ready && !ep.Terminating })
 	pods := c.pods("-o wide")
 	switch {
 	case !sp.Any && len(unready) > 0:
-		c.add(problem, NoneReady, c.findUnready(podsNotReady(list)),
-			"No endpoint is ready, so connections are refused%s: %s.", c.name(sp), some(unready))
+		c.add(problem, NoneReady, c.findUnready(words(unready, podOf)),
+			"No endpoint is ready, so connections are refused%s: %s.", c.name(sp), some(words(unready, called)))
 		return
 	case !sp.Any:
 		c.add(problem, NoneReady, "wait for new Pods, or find out why there are none: "+pods,
 			"All endpoints are terminating and serve no longer, so connections are refused%s.", c.name(sp))
 		return
 	case len(unready) > 0:
-		c.add(note, SomeEndpointsDown, pods, "Not ready, and so without traffic, %s %d of %d endpoints%s: %s.", are(len(unready)), len(unready), len(list), c.name(sp), some(unready))
+		c.add(note, SomeEndpointsDown, pods, "Not ready, and so without traffic, %s %d of %d endpoints%s: %s.", are(len(unready)), len(unready), len(list), c.name(sp), some(words(unready, called)))
 	}
-	var published, theirs []string
-	for _, ep := range list {
-		if ep.Ready && !ep.Serving {
-			published, theirs = append(published, called(ep)), append(theirs, ep.Pod)
-		}
-	}
-	if len(published) > 0 {
-		why := ""
-		if c.d.PublishNotReady {
-			why = " (spec.publishNotReadyAddresses)"
-		}
-		c.add(note, NotServing, c.findUnready(theirs), "%d of %d endpoints %s not serving, but published as ready%s, so that new connections go there, too%s: %s.",
-			len(published), len(list), are(len(published)), why, c.name(sp), some(published))
+	if published := only(list, func(ep topology.Endpoint) bool { return ep.Ready && !ep.Serving }); len(published) > 0 {
+		why := either(c.d.PublishNotReady, " (spec.publishNotReadyAddresses)", "")
+		c.add(note, NotServing, c.findUnready(words(published, podOf)), "%d of %d endpoints %s not serving, but published as ready%s, so that new connections go there, too%s: %s.",
+			len(published), len(list), are(len(published)), why, c.name(sp), some(words(published, called)))
 	}
 	ready := slices.ContainsFunc(list, func(ep topology.Endpoint) bool { return ep.Ready })
-	if used := sp.All(); len(used) > 0 && !slices.ContainsFunc(used, func(ep plan.Endpoint) bool { return !ep.Terminating }) {
+	stays := func(ep plan.Endpoint) bool { return !ep.Terminating }
+	if used := sp.All(); len(used) > 0 && !slices.ContainsFunc(used, stays) {
 		if ready { // They are elsewhere, where the traffic policy does not allow this node to send.
 			c.add(problem, OnlyTerminating, "find out why no new Pod becomes ready on this node: "+pods,
 				"No endpoint on this node is ready, and the traffic policy is Local. What is terminating here but still serves gets the traffic until it ends%s: %s.",
@@ -427,11 +414,8 @@ func (c *diagnosis) endpoints(sp *plan.ServicePort, node plan.Node) {
 			"No endpoint is ready. What is terminating but still serves gets the traffic until it ends%s: %s.", c.name(sp), counted(len(used), "endpoint"))
 	}
 	if local := sp.Endpoints.Local; ready && sp.ExternalPolicy == plan.Local && sp.HasExternal() && len(sp.Endpoints.Cluster) > 0 && len(local) > 0 &&
-		!slices.ContainsFunc(local, func(ep plan.Endpoint) bool { return !ep.Terminating }) && slices.ContainsFunc(sp.Endpoints.Cluster, func(ep plan.Endpoint) bool { return !ep.Terminating }) {
-		severity := problem
-		if c.d.Type == "LoadBalancer" { // Its health check node port tells the load balancer so.
-			severity = note
-		}
+		!slices.ContainsFunc(local, stays) && slices.ContainsFunc(sp.Endpoints.Cluster, stays) {
+		severity := either(c.d.Type == "LoadBalancer", note, problem) // Its health check node port tells the load balancer so.
 		c.add(severity, OnlyTerminating, "find out why no new Pod becomes ready on this node: "+pods,
 			"No endpoint on this node is ready, and externalTrafficPolicy is Local. What is terminating here but still serves gets what comes from outside until it ends%s: %s.",
 			c.name(sp), counted(len(local), "endpoint"))
@@ -741,18 +725,13 @@ func (c *diagnosis) hints(sp *plan.ServicePort, list []topology.Endpoint, node p
 		}
 	}
 	if left > 0 {
-		where, do := "zones", ""
-		if reason == plan.NotForThisNode {
-			where = "nodes"
-		}
+		where, do := either(reason == plan.NotForThisNode, "nodes", "zones"), ""
 		used := len(sp.Endpoints.Cluster)
-		text := fmt.Sprintf("Hints leave %s to other %s, so this node sends nothing there%s.", counted(left, "endpoint"), where, c.name(sp))
 		local := func(ex plan.Exclusion) bool {
 			return ex.Policy == plan.Cluster && ex.Reason == reason && slices.ContainsFunc(sp.Endpoints.Local, func(ep plan.Endpoint) bool { return ep.Addr == ex.Addr })
 		}
-		if slices.ContainsFunc(sp.Excluded, local) {
-			text = fmt.Sprintf("Hints leave %s to other %s, so this node sends nothing there but what policy Local is for%s.", counted(left, "endpoint"), where, c.name(sp))
-		}
+		text := fmt.Sprintf("Hints leave %s to other %s, so this node sends nothing there%s%s.", counted(left, "endpoint"), where,
+			either(slices.ContainsFunc(sp.Excluded, local), " but what policy Local is for", ""), c.name(sp))
 		if reason == plan.NotForThisZone && 2*used*len(zones) <= used+left { // Half of an equal share, or less.
 			text += fmt.Sprintf(" All traffic of zone %s goes to %d of %d endpoints.", node.Zone, used, used+left)
 			do = "if that is too much for what runs there, spread the Pods over the zones (topologySpreadConstraints), or do without spec.trafficDistribution"
@@ -773,13 +752,8 @@ func (c *diagnosis) hints(sp *plan.ServicePort, list []topology.Endpoint, node p
 		c.add(note, HintsNotHonoured, "give the Node the label topology.kubernetes.io/zone",
 			"The endpoints have zone hints, but this Node has no zone, so hints do not count here and all of them get traffic%s.", c.name(sp))
 	default:
-		var names []string
-		for z := range zones {
-			names = append(names, z)
-		}
-		slices.Sort(names)
 		c.add(note, HintsNotHonoured, "", "The zone hints name %s, and none names this node's zone %s, so hints do not count here and all endpoints get traffic%s.",
-			strings.Join(names, ", "), node.Zone, c.name(sp))
+			strings.Join(slices.Sorted(maps.Keys(zones)), ", "), node.Zone, c.name(sp))
 	}
 }
 
@@ -835,9 +809,7 @@ func (c *diagnosis) mine(f source.Finding) bool {
 }
 
 // called returns the name by which an endpoint is best known.
-func called(ep topology.Endpoint) string {
-	if ep.Pod != "" {
-		return ep.Pod
-	}
-	return ep.Addr.Addr().String()
-}
+func called(ep topology.Endpoint) string { return cmp.Or(ep.Pod, ep.Addr.Addr().String()) }
+
+// podOf returns the Pod of an endpoint; "" for one of none.
+func podOf(ep topology.Endpoint) string { return ep.Pod }

@@ -95,6 +95,7 @@ type Endpoint struct {
 // Explain tells the story of a Service. The error is an UnknownServiceError if nothing is known of it.
 func (n *Node) Explain(svc plan.Service) (*Explanation, error) {
 	d, own, err := n.describeService(svc)
+	out := &Explanation{Namespace: svc.Namespace, Name: svc.Name, Node: own.Node.Name, Zone: own.Node.Zone, Mode: n.Mode, Ports: []PortExplanation{}}
 	if err != nil || !d.Exists {
 		// A file may have the Service, and a reason why it is not used.
 		if of := n.findingsOf(svc); len(of) > 0 {
@@ -104,20 +105,15 @@ func (n *Node) Explain(svc plan.Service) (*Explanation, error) {
 			if own.Partial {
 				c.add(note, RulesStay, "", "%s.", upper(rulesStay))
 			}
-			return &Explanation{
-				Namespace: svc.Namespace, Name: svc.Name, Node: own.Node.Name, Zone: own.Node.Zone, Mode: n.Mode, Ports: []PortExplanation{},
-				Diagnoses: c.list,
-			}, nil
+			out.Diagnoses = c.list
+			return out, nil
 		}
 		if err != nil {
 			return nil, err
 		}
 	}
 	programmed, refused := n.snapshot(), n.refused()
-	out := &Explanation{
-		Namespace: svc.Namespace, Name: svc.Name, Node: own.Node.Name, Zone: own.Node.Zone, Mode: n.Mode, Type: d.Type,
-		Selector: selector(d.Selector), Ports: []PortExplanation{},
-	}
+	out.Type, out.Selector = d.Type, selector(d.Selector)
 	frontends := mostFrontendsInAll
 	for _, sp := range d.ServicePorts {
 		p := explainPort(d, own, sp, min(frontends, mostFrontends), programmed, refused)
@@ -132,13 +128,8 @@ func (n *Node) Explain(svc plan.Service) (*Explanation, error) {
 const rulesStay = "not all objects could be read since nodeproxy started, so the rules that the kernel had before for Services that are not known stay in force"
 
 // findingsOf returns why a Service of a file is not used; nil for no reason.
-func (n *Node) findingsOf(svc plan.Service) (out []source.Finding) {
-	for _, f := range n.otherFindings() {
-		if f.Object == "Service "+svc.String() {
-			out = append(out, f)
-		}
-	}
-	return out
+func (n *Node) findingsOf(svc plan.Service) []source.Finding {
+	return only(n.otherFindings(), func(f source.Finding) bool { return f.Object == "Service "+svc.String() })
 }
 
 // selector returns a selector as kubectl takes it.
@@ -169,20 +160,22 @@ func explainPort(d *proxier.Description, own *plan.Plan, sp *plan.ServicePort, f
 
 // uses says for each address of an endpoint under which policies it is used, and why not under others.
 type uses struct {
-	used     map[plan.Policy]map[netip.AddrPort]bool
-	excluded map[netip.AddrPort][]plan.Exclusion
+	used   map[netip.AddrPort][]string
+	unused map[netip.AddrPort]map[string]string
 }
 
 func usesOf(sp *plan.ServicePort) uses {
-	out := uses{used: map[plan.Policy]map[netip.AddrPort]bool{}, excluded: map[netip.AddrPort][]plan.Exclusion{}}
+	out := uses{map[netip.AddrPort][]string{}, map[netip.AddrPort]map[string]string{}}
 	for _, policy := range []plan.Policy{plan.Cluster, plan.Local} {
-		out.used[policy] = map[netip.AddrPort]bool{}
 		for _, ep := range sp.ForPolicy(policy) {
-			out.used[policy][ep.Addr] = true
+			out.used[ep.Addr] = append(out.used[ep.Addr], policy.String())
 		}
 	}
 	for _, ex := range sp.Excluded {
-		out.excluded[ex.Addr] = append(out.excluded[ex.Addr], ex)
+		if out.unused[ex.Addr] == nil {
+			out.unused[ex.Addr] = map[string]string{}
+		}
+		out.unused[ex.Addr][ex.Policy.String()] = string(ex.Reason)
 	}
 	return out
 }
@@ -201,23 +194,13 @@ func conditions(ep topology.Endpoint) (out []string) {
 }
 
 func (u uses) explain(ep topology.Endpoint) Endpoint {
-	out := Endpoint{Address: ep.Addr.String(), Pod: ep.Pod, Node: ep.Node, Zone: ep.Zone, Conditions: conditions(ep)}
+	out := Endpoint{Address: ep.Addr.String(), Pod: ep.Pod, Node: ep.Node, Zone: ep.Zone, Conditions: conditions(ep),
+		UsedFor: u.used[ep.Addr], Unused: u.unused[ep.Addr]}
 	for _, h := range ep.ForNodes {
 		out.Hints = append(out.Hints, "node "+h)
 	}
 	for _, h := range ep.ForZones {
 		out.Hints = append(out.Hints, "zone "+h)
-	}
-	for _, policy := range []plan.Policy{plan.Cluster, plan.Local} {
-		if u.used[policy][ep.Addr] {
-			out.UsedFor = append(out.UsedFor, policy.String())
-		}
-	}
-	for _, ex := range u.excluded[ep.Addr] {
-		if out.Unused == nil {
-			out.Unused = map[string]string{}
-		}
-		out.Unused[ex.Policy.String()] = string(ex.Reason)
 	}
 	return out
 }

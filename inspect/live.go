@@ -265,12 +265,8 @@ func WriteLive(w io.Writer, l *Live) error {
 	for _, n := range l.Notes {
 		fmt.Fprintln(w, Printable(n))
 	}
-	wrong := 0
-	for _, s := range l.Seen {
-		if len(s.Differences) > 0 {
-			wrong++
-		}
-	}
+	count := func(is func(SeenPacket) bool) int { return len(only(l.Seen, is)) }
+	wrong := count(func(s SeenPacket) bool { return len(s.Differences) > 0 })
 	switch {
 	case len(l.Seen) == 0 && l.Passed > 0:
 		fmt.Fprintf(w, "%d packets of older connections passed: these keep the endpoint with which they began. Have the client connect anew.\n", l.Passed)
@@ -285,10 +281,10 @@ func WriteLive(w io.Writer, l *Live) error {
 		if len(l.Seen) > 1 {
 			text = fmt.Sprintf("All %d connections went as predicted", len(l.Seen))
 		}
-		if n := refused(l.Seen); n > 0 {
+		if n := count(SeenPacket.refused); n > 0 {
 			text += fmt.Sprintf(", but %d had a reset (RST) for an answer: see whether anything listens at the endpoint", n)
 		}
-		if n := unanswered(l.Seen); n > 0 {
+		if n := count(func(s SeenPacket) bool { return s.Action == plan.Forward.String() && !s.Answered }); n > 0 {
 			text += fmt.Sprintf(", but %d had no answer: see whether the endpoint answers, and whether its answer comes back by way of this node (nodeproxy explain)", n)
 		}
 		fmt.Fprintln(w, text+".")
@@ -297,27 +293,7 @@ func WriteLive(w io.Writer, l *Live) error {
 }
 
 // refused reports whether the answer refuses the connection, and gets to the client.
-func (s *SeenPacket) refused() bool { return s.Answered && s.Answer != nil && s.Answer.Refuses }
-
-// refused is how many connections were refused.
-func refused(seen []SeenPacket) (n int) {
-	for _, s := range seen {
-		if s.refused() {
-			n++
-		}
-	}
-	return n
-}
-
-// unanswered is how many connections were forwarded, and not answered.
-func unanswered(seen []SeenPacket) (n int) {
-	for _, s := range seen {
-		if s.Action == plan.Forward.String() && !s.Answered {
-			n++
-		}
-	}
-	return n
-}
+func (s SeenPacket) refused() bool { return s.Answered && s.Answer != nil && s.Answer.Refuses }
 
 func (s SeenStep) equal(o SeenStep) bool {
 	return s.TraceStep.equal(o.TraceStep) && s.Verdict == o.Verdict
@@ -327,15 +303,10 @@ func (s SeenStep) equal(o SeenStep) bool {
 func (s *SeenPacket) write(w io.Writer) error {
 	p := s.Prediction
 	outcome := p.outcomeFor(s)
-	source := func(masqueraded bool) string {
-		if masqueraded {
-			return "masqueraded"
-		}
-		return "kept"
-	}
+	source := func(masqueraded bool) string { return either(masqueraded, "masqueraded", "kept") }
 	rows := [][]string{{"  result", actionWords[p.Action], actionWords[s.Action]}}
 	if p.Action == plan.Forward.String() || s.Endpoint != "" {
-		rows = append(rows, []string{"  endpoint", p.endpoints(), cmp.Or(strings.TrimSpace(s.Endpoint+" "+podOf(p, s.Endpoint)), "-")},
+		rows = append(rows, []string{"  endpoint", p.endpoints(), cmp.Or(strings.TrimSpace(s.Endpoint+" "+p.podAt(s.Endpoint)), "-")},
 			[]string{"  source", source(outcome.Masqueraded), source(s.Masqueraded)})
 	}
 	rows = append(rows, []string{"  answered", "-", s.answered()})
@@ -369,7 +340,7 @@ func (s *SeenPacket) answered() string {
 	return "no"
 }
 
-func podOf(p *PacketTrace, endpoint string) string {
+func (p *PacketTrace) podAt(endpoint string) string {
 	for _, o := range p.Outcomes {
 		if o.Endpoint == endpoint && o.Pod != "" {
 			return "(" + o.Pod + ")"

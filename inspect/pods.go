@@ -9,29 +9,43 @@ import (
 	"strings"
 
 	v1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/labels"
 
 	"nodeproxy/plan"
 	"nodeproxy/proxier"
-	"nodeproxy/topology"
+	"nodeproxy/source"
 )
 
 // podsOf returns the Pods of the Service's namespace and those of other namespaces; false where Pods can't be read.
 func (c *diagnosis) podsOf() (here, elsewhere []*v1.Pod, known bool) {
 	if c.readPods != nil {
 		list, err := c.readPods(c.d.Service.Namespace)
-		c.allPods, c.podsKnown, c.readPods = list, err == nil, nil
+		c.podsKnown, c.readPods = err == nil, nil
+		list = slices.SortedFunc(slices.Values(list), func(a, b *v1.Pod) int { return strings.Compare(a.Namespace+"/"+a.Name, b.Namespace+"/"+b.Name) })
+		own := func(p *v1.Pod) bool { return p.Namespace == c.d.Service.Namespace }
+		c.podsHere, c.podsElsewhere = only(list, own), only(list, func(p *v1.Pod) bool { return !own(p) })
 	}
-	for _, p := range c.allPods {
-		if p.Namespace == c.d.Service.Namespace {
-			here = append(here, p)
-		} else {
-			elsewhere = append(elsewhere, p)
+	return c.podsHere, c.podsElsewhere, c.podsKnown
+}
+
+// podsByName returns the Pods of the Service's namespace; false where they can't be read.
+func (c *diagnosis) podsByName() (map[string]*v1.Pod, bool) {
+	out := map[string]*v1.Pod{}
+	here, _, known := c.podsOf()
+	for _, p := range here {
+		out[p.Name] = p
+	}
+	return out, known
+}
+
+// podAddrs returns the addresses of a Pod.
+func podAddrs(p *v1.Pod) (out []netip.Addr) {
+	for _, ip := range append([]v1.PodIP{{IP: p.Status.PodIP}}, p.Status.PodIPs...) {
+		if a, ok := source.ParseIP(ip.IP); ok && !slices.Contains(out, a) {
+			out = append(out, a)
 		}
 	}
-	byName := func(a, b *v1.Pod) int { return strings.Compare(a.Namespace+"/"+a.Name, b.Namespace+"/"+b.Name) }
-	slices.SortFunc(here, byName)
-	slices.SortFunc(elsewhere, byName)
-	return here, elsewhere, c.podsKnown
+	return out
 }
 
 // mismatch is how a Pod's labels differ from the selector.
@@ -103,13 +117,8 @@ func nearMisses(selector map[string]string, pods []*v1.Pod) []mismatch {
 }
 
 func selected(selector map[string]string, pods []*v1.Pod) []*v1.Pod {
-	var out []*v1.Pod
-	for _, p := range pods {
-		if len(compareLabels(selector, p).differs) == 0 {
-			out = append(out, p)
-		}
-	}
-	return out
+	is := labels.SelectorFromSet(selector)
+	return only(pods, func(p *v1.Pod) bool { return is.Matches(labels.Set(p.Labels)) })
 }
 
 // lead begins the sentence about a Service without endpoints: that of a ServicePort or, if it is nil, of a headless Service.
@@ -149,10 +158,7 @@ func (c *diagnosis) noPods(sp *plan.ServicePort) bool {
 			return sp != nil
 		}
 		of := func(p *v1.Pod) bool {
-			return withoutEndpoint(p) == "" && slices.ContainsFunc(append([]v1.PodIP{{IP: p.Status.PodIP}}, p.Status.PodIPs...), func(ip v1.PodIP) bool {
-				a, err := netip.ParseAddr(ip.IP)
-				return err == nil && plan.FamilyOf(a) == sp.Key.Family
-			})
+			return withoutEndpoint(p) == "" && slices.ContainsFunc(podAddrs(p), func(a netip.Addr) bool { return plan.FamilyOf(a) == sp.Key.Family })
 		}
 		if !slices.ContainsFunc(match, of) {
 			c.add(problem, OtherFamily, otherFamily, "The Service has an %s cluster IP, but the Pods that its selector %s matches have no address of that family, so connections are refused.", sp.Key.Family, text)
@@ -211,16 +217,9 @@ func (c *diagnosis) nearly(pods []*v1.Pod) (text string, likeness int) {
 	if len(near) == 0 {
 		return "", 0
 	}
-	var alike []*v1.Pod
-	for _, m := range near {
-		if slices.Equal(m.differs, near[0].differs) {
-			alike = append(alike, m.pod)
-		}
-	}
-	who := "Pod " + podNames(alike) + " nearly matches"
-	if len(alike) > 1 {
-		who = "Pods " + podNames(alike) + " nearly match"
-	}
+	alike := only(near, func(m mismatch) bool { return slices.Equal(m.differs, near[0].differs) })
+	names := some(words(alike, func(m mismatch) string { return m.pod.Name }))
+	who := either(len(alike) > 1, "Pods "+names+" nearly match", "Pod "+names+" nearly matches")
 	return fmt.Sprintf("%s: %s.", who, strings.Join(near[0].differs, " and ")), near[0].likeness
 }
 
@@ -328,13 +327,13 @@ func (c *diagnosis) targetPort(sp *plan.ServicePort) {
 	if !known || len(c.d.Selector) == 0 {
 		return
 	}
+	pods := selected(c.d.Selector, here)
 	if !isNumber(target) {
-		c.lackNamed(sp, target, selected(c.d.Selector, here))
-		c.twiceNamed(sp, target, selected(c.d.Selector, here))
+		c.lackNamed(sp, target, pods)
+		c.twiceNamed(sp, target, pods)
 		return
 	}
 	is := func(p v1.ContainerPort) bool { return fmt.Sprint(p.ContainerPort) == target }
-	pods := selected(c.d.Selector, here)
 	declared := containerPorts(pods, sp.Key.Protocol)
 	if slices.ContainsFunc(declared, is) {
 		c.otherApp(sp, target, pods, is)
@@ -358,13 +357,10 @@ func (c *diagnosis) targetPort(sp *plan.ServicePort) {
 
 // lackNamed names the Pods that have no port of the targetPort's name, though others have: those are no endpoints.
 func (c *diagnosis) lackNamed(sp *plan.ServicePort, target string, pods []*v1.Pod) {
-	var lack []*v1.Pod
-	for _, p := range pods {
-		named := func(port v1.ContainerPort) bool { return port.Name == target }
-		if p.DeletionTimestamp == nil && withoutEndpoint(p) == "" && !slices.ContainsFunc(containerPorts([]*v1.Pod{p}, sp.Key.Protocol), named) {
-			lack = append(lack, p)
-		}
-	}
+	named := func(port v1.ContainerPort) bool { return port.Name == target }
+	lack := only(pods, func(p *v1.Pod) bool {
+		return p.DeletionTimestamp == nil && withoutEndpoint(p) == "" && !slices.ContainsFunc(containerPorts([]*v1.Pod{p}, sp.Key.Protocol), named)
+	})
 	if len(lack) == 0 {
 		return
 	}
@@ -379,13 +375,8 @@ func (c *diagnosis) lackNamed(sp *plan.ServicePort, target string, pods []*v1.Po
 
 // twiceNamed names the Pods of which several containers have a port of the targetPort's name: the first counts.
 func (c *diagnosis) twiceNamed(sp *plan.ServicePort, target string, pods []*v1.Pod) {
-	var twice []*v1.Pod
-	for _, p := range pods {
-		named := slices.DeleteFunc(containerPorts([]*v1.Pod{p}, sp.Key.Protocol), func(port v1.ContainerPort) bool { return port.Name != target })
-		if len(named) > 1 {
-			twice = append(twice, p)
-		}
-	}
+	named := func(port v1.ContainerPort) bool { return port.Name == target }
+	twice := only(pods, func(p *v1.Pod) bool { return len(only(containerPorts([]*v1.Pod{p}, sp.Key.Protocol), named)) > 1 })
 	if len(twice) > 0 {
 		c.add(note, NameTwice, "give the ports different names, and set spec.ports[].targetPort to that of the container which is meant",
 			"More than one container of the Pods declares a port %q (%s), which is the targetPort, and the first of them gets the traffic%s: %s.", target, sp.Key.Protocol, c.name(sp), podNames(twice))
@@ -394,13 +385,10 @@ func (c *diagnosis) twiceNamed(sp *plan.ServicePort, target string, pods []*v1.P
 
 // otherApp names the Pods that declare other ports than the targetPort, which others declare: the selector may match them by mistake.
 func (c *diagnosis) otherApp(sp *plan.ServicePort, target string, pods []*v1.Pod, is func(v1.ContainerPort) bool) {
-	var others []*v1.Pod
-	for _, p := range pods {
+	others := only(pods, func(p *v1.Pod) bool {
 		own := containerPorts([]*v1.Pod{p}, sp.Key.Protocol)
-		if p.DeletionTimestamp == nil && withoutEndpoint(p) == "" && len(own) > 0 && !slices.ContainsFunc(own, is) {
-			others = append(others, p)
-		}
-	}
+		return p.DeletionTimestamp == nil && withoutEndpoint(p) == "" && len(own) > 0 && !slices.ContainsFunc(own, is)
+	})
 	if len(others) == 0 {
 		return
 	}
@@ -410,24 +398,9 @@ func (c *diagnosis) otherApp(sp *plan.ServicePort, target string, pods []*v1.Pod
 		selector(c.d.Selector), target, c.name(sp), podNames(others), portList(containerPorts(others, sp.Key.Protocol)))
 }
 
-// podsNotReady returns the Pods of endpoints that are neither ready nor terminating; "" for one of no Pod.
-func podsNotReady(list []topology.Endpoint) []string {
-	var out []string
-	for _, ep := range list {
-		if !ep.Ready && !ep.Terminating {
-			out = append(out, ep.Pod)
-		}
-	}
-	return out
-}
-
 // findUnready says how to find out why Pods are not ready.
 func (c *diagnosis) findUnready(names []string) string {
-	here, _, _ := c.podsOf()
-	pods := map[string]*v1.Pod{}
-	for _, p := range here {
-		pods[p.Name] = p
-	}
+	pods, _ := c.podsByName()
 	if names[0] == "" && len(c.d.Selector) > 0 { // Whose they are is not known.
 		return "find out why the readiness probes fail: kubectl -n " + c.d.Service.Namespace + " describe pod -l " + selector(c.d.Selector)
 	}
@@ -508,10 +481,7 @@ func oddProbe(p *v1.Pod) string {
 		is := func(o v1.ContainerPort) bool {
 			return o.Name != "" && o.Name == port || fmt.Sprint(o.ContainerPort) == port
 		}
-		if port == istioProbes {
-			continue
-		}
-		if port != "" && len(declared) > 0 && !slices.ContainsFunc(declared, is) {
+		if port != "" && port != istioProbes && len(declared) > 0 && !slices.ContainsFunc(declared, is) {
 			return fmt.Sprintf("that of container %s of Pod %s asks port %s, and what the Pod declares is %s", ctr.Name, p.Name, port, portList(declared))
 		}
 	}
@@ -607,27 +577,19 @@ const mostPods = 5000
 
 // podsGone is about endpoints in use of Pods that there are not any more, or that have other addresses.
 func (c *diagnosis) podsGone(sp *plan.ServicePort, used map[netip.AddrPort]bool) {
-	here, _, known := c.podsOf()
-	if !known || len(here) == 0 || len(here) >= mostPods {
+	pods, known := c.podsByName()
+	if !known || len(pods) == 0 || len(pods) >= mostPods {
 		return
-	}
-	pods := map[string]*v1.Pod{}
-	for _, p := range here {
-		pods[p.Name] = p
 	}
 	var gone []string
 	for _, ep := range c.d.Endpoints(sp.Key) {
 		if ep.Pod == "" || !used[ep.Addr] {
 			continue
 		}
-		has := func(ip string) bool {
-			a, err := netip.ParseAddr(ip)
-			return err == nil && a.Unmap() == ep.Addr.Addr()
-		}
 		switch p := pods[ep.Pod]; {
 		case p == nil:
 			gone = append(gone, fmt.Sprintf("%s of Pod %s, which is gone", ep.Addr, ep.Pod))
-		case p.Status.PodIP != "" && !has(p.Status.PodIP) && !slices.ContainsFunc(p.Status.PodIPs, func(ip v1.PodIP) bool { return has(ip.IP) }):
+		case p.Status.PodIP != "" && !slices.Contains(podAddrs(p), ep.Addr.Addr()):
 			gone = append(gone, fmt.Sprintf("%s of Pod %s, which has %s now", ep.Addr, ep.Pod, p.Status.PodIP))
 		}
 	}
@@ -656,7 +618,7 @@ func closedGates(p *v1.Pod) map[string]string {
 
 // running returns the containers of a Pod that are meant to run as long as it does: of the init containers, only the sidecars.
 func running(p *v1.Pod) []v1.Container {
-	return slices.Concat(p.Spec.Containers, slices.DeleteFunc(slices.Clone(p.Spec.InitContainers), func(c v1.Container) bool { return !sidecar(c) }))
+	return slices.Concat(p.Spec.Containers, only(p.Spec.InitContainers, sidecar))
 }
 
 // sidecar reports whether an init container is not to end (KEP-753).

@@ -110,6 +110,16 @@ func words[T any](list []T, text func(T) string) []string {
 	return out
 }
 
+// only returns those of a list that are such ones.
+func only[T any](list []T, is func(T) bool) (out []T) {
+	for _, v := range list {
+		if is(v) {
+			out = append(out, v)
+		}
+	}
+	return out
+}
+
 // some lists at most three of many.
 func some(list []string) string {
 	text := strings.Join(list[:min(3, len(list))], ", ")

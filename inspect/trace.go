@@ -9,12 +9,10 @@ import (
 	"strconv"
 	"strings"
 
-	v1 "k8s.io/api/core/v1"
-
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
 	"nodeproxy/proxier"
-	"nodeproxy/source"
+	"nodeproxy/topology"
 )
 
 // TraceQuery asks for the way of a packet that begins a connection.
@@ -375,10 +373,8 @@ func (t *tracer) fromAddress(a netip.Addr) sent {
 // endpointHere reports whether an address is that of an endpoint on this node.
 func (t *tracer) endpointHere(a netip.Addr) bool {
 	for _, sp := range t.whole.Services {
-		for _, list := range [][]plan.Endpoint{sp.Endpoints.Cluster, sp.Endpoints.Local} {
-			if slices.ContainsFunc(list, func(ep plan.Endpoint) bool { return ep.Local && ep.Addr.Addr() == a }) {
-				return true
-			}
+		if slices.ContainsFunc(sp.All(), func(ep plan.Endpoint) bool { return ep.Local && ep.Addr.Addr() == a }) {
+			return true
 		}
 	}
 	return false
@@ -436,13 +432,7 @@ func (t *tracer) findPod(namespace, name string) (out foundPod) {
 			if p.Namespace != namespace || p.Name != name {
 				continue
 			}
-			for _, ip := range append([]v1.PodIP{{IP: p.Status.PodIP}}, p.Status.PodIPs...) {
-				if a, ok := source.ParseIP(ip.IP); ok && !slices.Contains(out.addrs, a) {
-					out.addrs = append(out.addrs, a)
-				}
-			}
-			out.node = p.Spec.NodeName
-			return out
+			return foundPod{podAddrs(p), p.Spec.NodeName}
 		}
 	}
 	t.View(func(s *proxier.State) {
@@ -578,17 +568,15 @@ func actionOf(list []TraceOutcome) string {
 }
 
 // podsBehind returns the endpoints of a ServicePort, with their Pods, as far as these are known.
-func (t *tracer) podsBehind(sp *plan.ServicePort) map[netip.AddrPort]struct{ Pod, Node string } {
-	out := map[netip.AddrPort]struct{ Pod, Node string }{}
+func (t *tracer) podsBehind(sp *plan.ServicePort) map[netip.AddrPort]topology.Endpoint {
+	out := map[netip.AddrPort]topology.Endpoint{}
 	if sp == nil {
 		return out
 	}
-	d, _, err := t.describeService(sp.Key.Service)
-	if err != nil {
-		return out
-	}
-	for _, ep := range d.Endpoints(sp.Key) {
-		out[ep.Addr] = struct{ Pod, Node string }{ep.Pod, ep.Node}
+	if d, _, err := t.describeService(sp.Key.Service); err == nil {
+		for _, ep := range d.Endpoints(sp.Key) {
+			out[ep.Addr] = ep
+		}
 	}
 	return out
 }
