@@ -95,7 +95,6 @@ type Step struct {
 	Rule string
 	// Verdict is accept, drop, continue, return, jump CHAIN or goto CHAIN.
 	Verdict string
-	Mark    uint32
 
 	family byte
 	table  string
@@ -283,7 +282,7 @@ func (t *Tracer) add(m message, most int) bool {
 	if m.kind == unix.NFT_TRACETYPE_RULE && m.handle == 0 || m.kind == unix.NFT_TRACETYPE_RETURN {
 		return true // The end of a chain's rules, and the return from it.
 	}
-	s := Step{Table: familyName(m.family) + " " + m.table, Chain: m.chain, Verdict: m.verdict, Mark: m.mark, family: m.family, table: m.table, handle: m.handle}
+	s := Step{Table: familyName(m.family) + " " + m.table, Chain: m.chain, Verdict: m.verdict, family: m.family, table: m.table, handle: m.handle}
 	if m.kind == unix.NFT_TRACETYPE_POLICY {
 		s.Rule = "policy"
 	}
