@@ -141,25 +141,20 @@ func (r *Reality) checks(service bool) []check {
 	}
 }
 
-// Check looks at the node, and adds what it finds to an explanation.
+// Check looks at the node, and adds what it finds to an explanation that Explain has returned.
 func (n *Node) Check(ctx context.Context, e *Explanation) {
 	if n.Reality == nil {
 		return
 	}
 	ctx, cancel := context.WithTimeout(ctx, checkTime)
 	defer cancel()
-	c := checks{reality: n.Reality, svc: plan.Service{Namespace: e.Namespace, Name: e.Name}, nowhere: map[netip.Addr]bool{}, now: time.Now()}
-	n.View(func(s *proxier.State) {
-		c.masqueradeAll = s.Plan().Settings.MasqueradeAll
-		if d, found := s.Describe(c.svc); found {
-			c.ports, c.frontends = d.ServicePorts, d.Frontends
-			for _, sp := range c.ports {
-				for _, ep := range d.Endpoints(sp.Key) {
-					c.nowhere[ep.Addr.Addr()] = ep.Node == ""
-				}
-			}
+	c := checks{reality: n.Reality, svc: plan.Service{Namespace: e.Namespace, Name: e.Name}, ports: e.described.ServicePorts, frontends: e.described.Frontends,
+		nowhere: map[netip.Addr]bool{}, masqueradeAll: e.masqueradeAll, now: time.Now()}
+	for _, sp := range c.ports {
+		for _, ep := range e.described.Endpoints(sp.Key) {
+			c.nowhere[ep.Addr.Addr()] = ep.Node == ""
 		}
-	})
+	}
 	all := n.Reality.checks(len(c.ports) > 0)
 	each := make([]checks, len(all))
 	var wg sync.WaitGroup
@@ -337,10 +332,7 @@ func (c *checks) changed(context.Context) error {
 	if !last.Repaired {
 		severity, state = problem, "nodeproxy could not write it again yet"
 	}
-	times := ""
-	if len(list) > 1 {
-		times = fmt.Sprintf(", the last of %d times within %s", len(list), duration.HumanDuration(c.now.Sub(list[0].When)))
-	}
+	times := when(len(list) > 1, fmt.Sprintf(", the last of %d times within %s", len(list), duration.HumanDuration(c.now.Sub(list[0].When))))
 	if len(list) >= 3 {
 		severity = problem
 	}

@@ -86,17 +86,11 @@ func (c *checks) attachments(list []reality.Listening) (said map[netip.Addr]bool
 			wrong(SharedAddress, "see what gives addresses to Pods on this node (the network plugin's IPAM), and delete the Pods that have this one: kubectl get pods -A -o wide | grep -w "+a.String(),
 				fmt.Sprintf("several Pods have the address %s", a), fmt.Sprintf("More than one Pod on this node has the address of endpoint %s, and connections go to one or the other.", l.Addr))
 		case at.Down:
-			which := at.Link
-			if at.Bridge != "" {
-				which += " or its bridge " + at.Bridge
-			}
+			which := at.Link + with(" or its bridge ", at.Bridge)
 			wrong(Detached, "see which is down, and what has taken it down: ip link; ip link set NAME up",
 				which+" is down", fmt.Sprintf("%s is in a Pod whose interface on this node is down (%s)%s", of, which, fail))
 		case at.By != "":
-			port := ""
-			if at.Bridge != "" {
-				port = ", a port of " + at.Bridge
-			}
+			port := with(", a port of ", at.Bridge)
 			wrong(NoRoute, fmt.Sprintf("see what has made that route, and whether interfaces have the same network: ip addr; ip rule; ip route get %s", a), fmt.Sprintf("%s is at %s, and not at %s", a, at.Link, at.By),
 				fmt.Sprintf("%s is in a Pod of this node, at %s%s, but packets for it leave by %s%s", of, at.Link, port, at.By, fail))
 		case at.Loose:

@@ -22,15 +22,9 @@ func (c *checks) traffic(ctx context.Context) error {
 		if !known {
 			continue
 		}
-		port := ""
-		if len(c.ports) > 1 {
-			port = fmt.Sprintf(" (port %q, %s)", sp.Key.Port, sp.Key.Family)
-		}
-		text := counted(t.Connections, "connection")
-		if t.PacketsIn != plan.NotCounted {
-			text += fmt.Sprintf(", %s in, %s out", counted(t.PacketsIn, "packet"), counted(t.PacketsOut, "packet"))
-		}
-		c.found(ok, "%s since the rules were written%s", text, port)
+		packets := when(t.PacketsIn != plan.NotCounted, fmt.Sprintf(", %s in, %s out", counted(t.PacketsIn, "packet"), counted(t.PacketsOut, "packet")))
+		port := when(len(c.ports) > 1, fmt.Sprintf(" (port %q, %s)", sp.Key.Port, sp.Key.Family))
+		c.found(ok, "%s%s since the rules were written%s", counted(t.Connections, "connection"), packets, port)
 	}
 	return nil
 }
@@ -40,10 +34,7 @@ func (c *checks) forgets(after int) {
 	if after == 0 || !c.any(func(sp *plan.ServicePort) bool { return sp.Key.Protocol == plan.TCP }) {
 		return
 	}
-	severity := note
-	if after < soon {
-		severity = problem
-	}
+	severity := either(after < soon, problem, note)
 	c.found(severity, "established connections are forgotten after %d s", after)
 	c.diagnose(severity, ForgottenEarly, "see what has lowered it, and restart nodeproxy, or set net.netfilter.nf_conntrack_tcp_timeout_established again",
 		"The kernel forgets connections of TCP that are silent for %d s (net.netfilter.nf_conntrack_tcp_timeout_established), which is less than nodeproxy had set: what comes later on them is reset or lost.", after)
@@ -130,11 +121,7 @@ func (c *checks) unanswered(endpoint netip.AddrPort, f Flows, current bool) (sev
 			}
 		}
 	}
-	code := Unanswered
-	if detour != "" { // Which may be the cause.
-		code = Detoured
-	}
-	c.diagnose(severity, code, do,
+	c.diagnose(severity, either(detour != "", Detoured, Unanswered), do, // The detour may be the cause.
 		"%d of the %d tracked connections to %s %s without an answer, from %s%s.", f.Unanswered, f.Open, to, are(f.Unanswered), some(words(f.Clients, netip.Addr.String)), detour)
 	return severity
 }

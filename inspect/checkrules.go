@@ -84,11 +84,8 @@ func (c *checks) concerned(b reality.Blocking, severity, whose, admit, quote str
 		c.diagnose(severity, Diverted, "see whether the sidecar that belongs to it runs, as one of a service mesh, or remove the rule",
 			"A rule in the Pod sends what comes for %s %s: %s.", b.What, where, quote)
 	case b.Untracked:
-		do := "let its owner except this traffic"
-		if !b.Certain {
-			do = "nothing, if a program of this node answers there, as the NodeLocal DNS cache does; else " + do
-		}
-		c.diagnose(severity, Untracked, do, "A rule of %s %s %s from being tracked, so that nothing translates it: %s.",
+		may := when(!b.Certain, "nothing, if a program of this node answers there, as the NodeLocal DNS cache does; else ")
+		c.diagnose(severity, Untracked, may+"let its owner except this traffic", "A rule of %s %s %s from being tracked, so that nothing translates it: %s.",
 			whose, either(b.Certain, "keeps", "may keep"), traffic, quote)
 	case b.Unmasqueraded:
 		c.diagnose(severity, Unmasqueraded, "let its owner except what is marked to be masqueraded, or put the rule behind the jump to KUBE-POSTROUTING",

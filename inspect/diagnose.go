@@ -85,8 +85,8 @@ type diagnosis struct {
 	onlyProxied bool
 	d           *proxier.Description
 	list        []Diagnosis
-	listed      map[[4]string]struct{} // what is in list
-	taken       map[[2]string]struct{} // frontends that other Services have, with the other's name
+	listed      map[string]bool // what is in list
+	taken       map[string]bool // sentences on frontends that other Services have
 	// readPods is Node.Pods until it has been asked. Then podsHere are the Pods of the Service's namespace that it returned, and podsElsewhere the others.
 	readPods                func(namespace string) ([]*v1.Pod, error)
 	podsHere, podsElsewhere []*v1.Pod
@@ -106,20 +106,16 @@ func (c *diagnosis) add(severity, code, do, what string, args ...any) {
 		}
 	}
 	d := Diagnosis{Severity: severity, Code: code, What: fmt.Sprintf(what, args...), Do: do}
-	key := [4]string{d.Severity, d.Code, d.What, d.Do}
-	if _, has := c.listed[key]; has {
-		return
+	if text := fmt.Sprint(d); !c.listed[text] {
+		c.listed[text] = true
+		c.list = append(c.list, d)
 	}
-	if c.listed == nil {
-		c.listed = map[[4]string]struct{}{}
-	}
-	c.listed[key] = struct{}{}
-	c.list = append(c.list, d)
 }
 
 // diagnose returns what is wrong with a Service, problems first.
 func (n *Node) diagnose(d *proxier.Description, own *plan.Plan, programmed *plan.Snapshot, refused map[plan.Key]plan.Refusal) []Diagnosis {
-	c := &diagnosis{d: d, list: []Diagnosis{}, onlyProxied: n.OnlyProxied, taken: map[[2]string]struct{}{}, readPods: n.Pods, elsewhere: sync.OnceValue(n.elsewhere), others: n.otherFindings()}
+	c := &diagnosis{d: d, list: []Diagnosis{}, listed: map[string]bool{}, taken: map[string]bool{}, onlyProxied: n.OnlyProxied, readPods: n.Pods,
+		elsewhere: sync.OnceValue(n.elsewhere), others: n.otherFindings()}
 	if n.ServiceFile != nil {
 		c.file = n.ServiceFile(d.Service.Namespace, d.Service.Name)
 	}
@@ -167,14 +163,8 @@ func (c *diagnosis) service() {
 	case len(c.d.ServicePorts) == 0:
 		for _, f := range c.d.Findings {
 			if f.Effect == source.NotForProxy {
-				do := ""
-				if strings.Contains(f.Field, source.LabelProxyName) {
-					do = "remove the label if no such proxy runs"
-				}
-				alias := ""
-				if c.d.ExternalName != "" {
-					alias = fmt.Sprintf(": DNS answers with the name %q", c.d.ExternalName)
-				}
+				do := when(strings.Contains(f.Field, source.LabelProxyName), "remove the label if no such proxy runs")
+				alias := when(c.d.ExternalName != "", fmt.Sprintf(": DNS answers with the name %q", c.d.ExternalName))
 				c.add(note, NotProxied, do, "The Service is not proxied, here or on any node: %s (%s)%s.", f.Detail, f.Field, alias)
 			}
 		}
@@ -218,10 +208,8 @@ func (c *diagnosis) reach(node plan.Node) {
 		here := func(sp *plan.ServicePort) bool { // What the load balancer sends elsewhere finds nothing.
 			return sp.ExternalPolicy == plan.Local && len(sp.Endpoints.Local) > 0 && len(sp.Endpoints.Local) == len(sp.Endpoints.Cluster)
 		}
-		so := "they send to other nodes"
-		if slices.ContainsFunc(ports, here) {
-			so = "externalTrafficPolicy is Local while all endpoints are here, so that nothing from there reaches any"
-		}
+		so := either(slices.ContainsFunc(ports, here),
+			"externalTrafficPolicy is Local while all endpoints are here, so that nothing from there reaches any", "they send to other nodes")
 		c.add(note, NodeExcluded, fmt.Sprintf("if load balancers should send to it, remove the label: kubectl label node %s %s-", node.Name, v1.LabelNodeExcludeBalancers),
 			"Load balancers that heed it, as those of clouds do, leave this node out, as its Node has the label %s: %s.", v1.LabelNodeExcludeBalancers, so)
 	}
@@ -239,17 +227,9 @@ func (c *diagnosis) reach(node plan.Node) {
 
 // name says which port of the Service is meant, where it has several.
 func (c *diagnosis) name(sp *plan.ServicePort) string {
-	var out []string
-	if len(c.d.Ports) > 1 {
-		out = append(out, fmt.Sprintf("port %q", sp.Key.Port))
-	}
-	if slices.ContainsFunc(c.d.ServicePorts, func(o *plan.ServicePort) bool { return o.Key.Family != sp.Key.Family }) {
-		out = append(out, sp.Key.Family.String())
-	}
-	if len(out) == 0 {
-		return ""
-	}
-	return " (" + strings.Join(out, ", ") + ")"
+	both := slices.ContainsFunc(c.d.ServicePorts, func(o *plan.ServicePort) bool { return o.Key.Family != sp.Key.Family })
+	text := joined(", ", when(len(c.d.Ports) > 1, fmt.Sprintf("port %q", sp.Key.Port)), when(both, sp.Key.Family.String()))
+	return when(text != "", " ("+text+")")
 }
 
 // mostTaken is how many frontends that other Services have are named: one Service can ask for thousands.
@@ -258,13 +238,10 @@ const mostTaken = 5
 // addresses is about what a ServicePort asks for and does not get, and who may reach it.
 func (c *diagnosis) addresses(sp *plan.ServicePort) {
 	for _, sh := range sp.Shadowed {
-		taken := [2]string{upper(sh.Frontend.String()), sh.Owner.PortName()} // A node port is taken in each family.
-		if _, has := c.taken[taken]; has {
-			continue
-		}
-		if c.taken[taken] = struct{}{}; len(c.taken) <= mostTaken {
-			c.add(problem, AddressTaken, "give one of the two another address or port",
-				"%s belongs to Service %s, which takes precedence: what is sent there goes to that Service.", taken[0], taken[1])
+		// A node port is taken in each family.
+		text := fmt.Sprintf("%s belongs to Service %s, which takes precedence: what is sent there goes to that Service.", upper(sh.Frontend.String()), sh.Owner.PortName())
+		if c.taken[text] = true; len(c.taken) <= mostTaken {
+			c.add(problem, AddressTaken, "give one of the two another address or port", "%s", text)
 		}
 	}
 	if !hasKind(sp, plan.LoadBalancerIP) || len(sp.SourceRanges) == 0 {
@@ -346,10 +323,7 @@ func (c *diagnosis) podRange(sp *plan.ServicePort, own *plan.Plan) {
 	elsewhere := func(ep plan.Endpoint) bool { return !ep.Local }
 	switch {
 	case d.Implemented(family) && d.Mode == plan.DetectClusterCIDR && local && d.CIDR(family).Contains(own.Node.IP(family)) && slices.ContainsFunc(sp.Endpoints.Cluster, elsewhere):
-		severity := note // Where Pods and hosts share a network, answers find their way.
-		if c.d.PodCIDRs {
-			severity = problem
-		}
+		severity := either(c.d.PodCIDRs, problem, note) // Where Pods and hosts share a network, answers find their way.
 		c.add(severity, NodesCountAsPods, "set clusterCIDR to the range of the Pods' addresses alone (spec.podCIDRs of all Nodes are in it)",
 			"clusterCIDR %s holds this node's own address %s, too, so that other hosts of that range count as Pods%s: externalTrafficPolicy Local does not apply to them, and what they send to endpoints "+
 				"on other nodes is not masqueraded, and answered past this node.", d.CIDR(family), own.Node.IP(family), c.name(sp))
@@ -363,10 +337,8 @@ func (c *diagnosis) podRange(sp *plan.ServicePort, own *plan.Plan) {
 		c.add(problem, PodsNotTold, do, "Pods of this node are not told from clients outside, so that externalTrafficPolicy Local applies to them, too%s: "+
 			"detectLocalMode is NodeCIDR, but no pod CIDR is known, as %s.", c.name(sp), why)
 	case d.Mode == plan.DetectClusterCIDR && len(d.CIDRs) > 0: // Of one family alone: a slip, where there are Services of both.
-		does := "clients that are no pods reach its cluster IP with their own address as the source, and endpoints may not find the way back to them"
-		if local {
-			does += "; externalTrafficPolicy Local applies to pods, too"
-		}
+		does := "clients that are no pods reach its cluster IP with their own address as the source, and endpoints may not find the way back to them" +
+			when(local, "; externalTrafficPolicy Local applies to pods, too")
 		c.add(note, PodsNotTold, "add the range of the pods' addresses of this family to clusterCIDR (a comma-separated pair)",
 			"clusterCIDR is %s and has no %s range, so pods are not told from other clients%s: %s.", d.CIDRs[0], family, c.name(sp), does)
 	}
@@ -481,11 +453,7 @@ func (c *diagnosis) listedTwice(sp *plan.ServicePort) {
 		var where []string
 		for _, e := range list {
 			all = append(all, e.Endpoint)
-			text := state(e.Endpoint) + " in EndpointSlice " + e.Slice
-			if e.Pod != "" {
-				text += " (Pod " + e.Pod + ")"
-			}
-			where = append(where, text)
+			where = append(where, state(e.Endpoint)+" in EndpointSlice "+e.Slice+when(e.Pod != "", " (Pod "+e.Pod+")"))
 		}
 		wins := topology.Merge(all)[0]
 		why := "what still serves comes first"
@@ -633,11 +601,8 @@ func (c *diagnosis) target(k plan.Key) string {
 
 // pods returns the command that lists the Pods of the Service.
 func (c *diagnosis) pods(flags string) string {
-	s := "kubectl -n " + c.d.Service.Namespace + " get pods"
-	if len(c.d.Selector) > 0 && flags != "--show-labels" {
-		s += " -l " + selector(c.d.Selector)
-	}
-	return s + " " + flags
+	of := when(len(c.d.Selector) > 0 && flags != "--show-labels", " -l "+selector(c.d.Selector))
+	return "kubectl -n " + c.d.Service.Namespace + " get pods" + of + " " + flags
 }
 
 // local is about traffic policies that allow none of the usable endpoints.
@@ -645,10 +610,8 @@ func (c *diagnosis) local(sp *plan.ServicePort, node plan.Node) {
 	if len(sp.Endpoints.Local) > 0 {
 		return
 	}
-	orName, alias := "", ""
-	if !c.d.NodeKnown {
-		orName = fmt.Sprintf("; if this node has a Node of another name than %s, give that with --hostname-override", node.Name)
-	}
+	orName := when(!c.d.NodeKnown, fmt.Sprintf("; if this node has a Node of another name than %s, give that with --hostname-override", node.Name))
+	alias := ""
 	full := func(long, short string) bool {
 		return strings.HasPrefix(strings.ToLower(long), strings.ToLower(short)+".")
 	}

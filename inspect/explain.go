@@ -28,6 +28,9 @@ type Explanation struct {
 	Checks []Check `json:"checks,omitempty"`
 	// Diagnoses are what is wrong, and what else its owner should know, the worst first.
 	Diagnoses []Diagnosis `json:"diagnoses"`
+
+	described     *proxier.Description
+	masqueradeAll bool
 }
 
 // Problem reports whether anything is wrong.
@@ -95,11 +98,12 @@ type Endpoint struct {
 // Explain tells the story of a Service. The error is an UnknownServiceError if nothing is known of it.
 func (n *Node) Explain(svc plan.Service) (*Explanation, error) {
 	d, own, err := n.describeService(svc)
-	out := &Explanation{Namespace: svc.Namespace, Name: svc.Name, Node: own.Node.Name, Zone: own.Node.Zone, Mode: n.Mode, Ports: []PortExplanation{}}
+	out := &Explanation{Namespace: svc.Namespace, Name: svc.Name, Node: own.Node.Name, Zone: own.Node.Zone, Mode: n.Mode, Ports: []PortExplanation{},
+		described: &proxier.Description{}, masqueradeAll: own.Settings.MasqueradeAll}
 	if err != nil || !d.Exists {
 		// A file may have the Service, and a reason why it is not used.
 		if of := n.findingsOf(svc); len(of) > 0 {
-			c := &diagnosis{d: &proxier.Description{Service: svc, Exists: true, Findings: of}}
+			c := &diagnosis{d: &proxier.Description{Service: svc, Exists: true, Findings: of}, listed: map[string]bool{}}
 			c.service()
 			c.objects()
 			if own.Partial {
@@ -113,7 +117,7 @@ func (n *Node) Explain(svc plan.Service) (*Explanation, error) {
 		}
 	}
 	programmed, refused := n.snapshot(), n.refused()
-	out.Type, out.Selector = d.Type, selector(d.Selector)
+	out.Type, out.Selector, out.described = d.Type, selector(d.Selector), d
 	frontends := mostFrontendsInAll
 	for _, sp := range d.ServicePorts {
 		p := explainPort(d, own, sp, min(frontends, mostFrontends), programmed, refused)
@@ -278,11 +282,7 @@ func podHere(detect plan.DetectLocal, sp *plan.ServicePort) *plan.Packet {
 		return nil
 	}
 	if !detect.ByCIDR() {
-		name := detect.Interface
-		if detect.Mode == plan.DetectInterfaceNamePrefix {
-			name += "0"
-		}
-		return &plan.Packet{Src: outside[f], InInterface: name}
+		return &plan.Packet{Src: outside[f], InInterface: podInterface(detect)}
 	}
 	taken := map[netip.Addr]bool{}
 	for _, ep := range sp.All() {

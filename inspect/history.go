@@ -227,10 +227,7 @@ func (c ServiceChange) service() plan.Service {
 
 // WriteHistory writes a row for each sync; wide adds the stages and what was written. Ages are as of now.
 func WriteHistory(w io.Writer, list []Sync, wide bool, now time.Time) error {
-	header := "AGE WHY CAME-IN SERVICES ENDPOINTS TOOK RESULT"
-	if wide {
-		header = "TIME WHY CAME-IN SERVICES ENDPOINTS WAIT PLAN WRITE COMPARE WRITTEN RESULT"
-	}
+	header := either(wide, "TIME WHY CAME-IN SERVICES ENDPOINTS WAIT PLAN WRITE COMPARE WRITTEN RESULT", "AGE WHY CAME-IN SERVICES ENDPOINTS TOOK RESULT")
 	var rows [][]string
 	for _, s := range list {
 		few := 3
@@ -335,10 +332,7 @@ func (s *Sync) result() string {
 		out = append(out, "failed: "+s.Error)
 	}
 	if s.Drift > 0 {
-		now := "repaired"
-		if s.Error != "" {
-			now = "not repaired"
-		}
+		now := either(s.Error != "", "not repaired", "repaired")
 		out = append(out, fmt.Sprintf("%s: %s changed by another program: %s", now, counted(s.Drift, "thing"), s.DriftDetail))
 	} else if s.Suspicion != "" {
 		out = append(out, "looked because "+s.Suspicion)

@@ -241,11 +241,7 @@ func WriteLive(w io.Writer, l *Live) error {
 	}
 	for i := range l.Seen {
 		s := &l.Seen[i]
-		fmt.Fprintf(w, "\nConnection %d: %s to %s", i+1, s.Source, s.Destination)
-		if s.In != "" {
-			fmt.Fprintf(w, ", by %s", Printable(s.In))
-		}
-		fmt.Fprintln(w)
+		fmt.Fprintf(w, "\nConnection %d: %s to %s%s\n", i+1, s.Source, s.Destination, with(", by ", Printable(s.In)))
 		if earlier := slices.IndexFunc(l.Seen[:i], s.repeats); earlier >= 0 {
 			fmt.Fprintf(w, "  Connection %d again, of which this is one more packet before an answer.\n", earlier+1)
 		}
@@ -329,11 +325,7 @@ func (s *SeenPacket) answered() string {
 	case s.Answered && s.Answer == nil:
 		return "yes, but the answer was not seen to pass this node's last hook"
 	case s.refused():
-		by := ""
-		if s.Answer.In != "" {
-			by = " by " + Printable(s.Answer.In)
-		}
-		return fmt.Sprintf("refused: a reset (RST) came from %s%s", s.Answer.From, by)
+		return fmt.Sprintf("refused: a reset (RST) came from %s%s", s.Answer.From, with(" by ", Printable(s.Answer.In)))
 	case s.Answered:
 		return "yes"
 	}

@@ -172,10 +172,7 @@ func (c *diagnosis) noPods(sp *plan.ServicePort) bool {
 		c.add(problem, NoEndpoints, toMatch, "%sall Pods that its selector %s matches have ended: %s. %s", lead, text, some(names), nearly)
 		return true
 	case len(match) > 0:
-		do := "find out why the Pods do not run"
-		if held(match[0]) {
-			do = "find out why the finalizer stays; a StatefulSet does not replace the Pod before"
-		}
+		do := either(held(match[0]), "find out why the finalizer stays; a StatefulSet does not replace the Pod before", "find out why the Pods do not run")
 		c.add(problem, NoEndpoints, do+": kubectl -n "+ns+" describe pod "+match[0].Name,
 			"%snone of the Pods that its selector %s matches can be an endpoint: %s.", lead, text, some(names))
 		return true
@@ -293,10 +290,7 @@ func (c *diagnosis) noNamedPort(sp *plan.ServicePort, pods []*v1.Pod) bool {
 	if slices.ContainsFunc(declared, named) {
 		return false // The controller has yet to follow.
 	}
-	what := "what they declare is " + portList(declared)
-	if len(declared) == 0 {
-		what = "they declare none for this protocol"
-	}
+	what := either(len(declared) > 0, "what they declare is "+portList(declared), "they declare none for this protocol")
 	do := fmt.Sprintf("give a container port of the Pods the name %q, or set spec.ports[].targetPort to what they have", target)
 	if other := declaredFor(pods, sp.Key.Protocol, named); other != "" {
 		what = "the port of this name is for " + string(other)
@@ -364,10 +358,7 @@ func (c *diagnosis) lackNamed(sp *plan.ServicePort, target string, pods []*v1.Po
 	if len(lack) == 0 {
 		return
 	}
-	what := "none for this protocol"
-	if declared := containerPorts(lack, sp.Key.Protocol); len(declared) > 0 {
-		what = portList(declared)
-	}
+	what := cmp.Or(portList(containerPorts(lack, sp.Key.Protocol)), "none for this protocol")
 	c.add(problem, SelectorMatchesOthers, fmt.Sprintf("give a container port of these Pods the name %q, or exclude them by the selector if they are another app's", target),
 		"Some of the Pods that the selector %s matches declare no port %q (%s), which is the targetPort, and get no traffic%s: %s. What they declare is %s.",
 		selector(c.d.Selector), target, sp.Key.Protocol, c.name(sp), podNames(lack), what)
@@ -647,10 +638,6 @@ func containerPorts(pods []*v1.Pod, protocol plan.Protocol) []v1.ContainerPort {
 // portList is such as "8080 (http), 9090".
 func portList(ports []v1.ContainerPort) string {
 	return some(words(ports, func(p v1.ContainerPort) string {
-		text := fmt.Sprint(p.ContainerPort)
-		if p.Name != "" {
-			text += " (" + p.Name + ")"
-		}
-		return text
+		return fmt.Sprint(p.ContainerPort) + when(p.Name != "", " ("+p.Name+")")
 	}))
 }

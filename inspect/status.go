@@ -186,18 +186,16 @@ func (n *Node) Status(ctx context.Context) *Status {
 // sampled looks at the ways to one endpoint of IPv4 in each range of 256 addresses, which have the same route nearly everywhere, and to one of IPv6. It
 // returns those whose answers the kernel drops, and the families of which this node forwards nothing.
 func (n *Node) sampled(ctx context.Context, snapshot *plan.Snapshot) (filtered []reality.Filtered, notForwarded []plan.Family) {
-	first, first6 := map[netip.Prefix]netip.Addr{}, netip.Addr{}
+	first := map[netip.Prefix]netip.Addr{}
 	for _, ports := range snapshot.Services() {
 		for _, sp := range ports {
 			for _, ep := range sp.All() {
 				a := ep.Addr.Addr()
-				if !a.Is4() {
-					if !first6.IsValid() || a.Less(first6) {
-						first6 = a
-					}
-					continue
+				bits := 0
+				if a.Is4() {
+					bits = 24
 				}
-				within := netip.PrefixFrom(a, 24).Masked()
+				within := netip.PrefixFrom(a, bits).Masked()
 				if known, is := first[within]; !is || a.Less(known) {
 					first[within] = a
 				}
@@ -206,7 +204,8 @@ func (n *Node) sampled(ctx context.Context, snapshot *plan.Snapshot) (filtered [
 	}
 	ctx, cancel := context.WithTimeout(ctx, checkTime)
 	defer cancel()
-	sample := slices.SortedFunc(maps.Values(first), netip.Addr.Compare)
+	all := slices.SortedFunc(maps.Values(first), netip.Addr.Compare)
+	sample := only(all, netip.Addr.Is4)
 	sample = sample[:min(len(sample), mostAddresses)]
 	if n.Reality.Reverse != nil {
 		if r, err := n.Reality.Reverse(ctx, sample); err == nil { // Else explain says it.
@@ -214,9 +213,7 @@ func (n *Node) sampled(ctx context.Context, snapshot *plan.Snapshot) (filtered [
 		}
 	}
 	if n.Reality.Ways != nil {
-		if first6.IsValid() {
-			sample = append(sample, first6)
-		}
+		sample = append(sample, only(all, netip.Addr.Is6)...)
 		if w, err := n.Reality.Ways(ctx, reality.Places{Endpoints: sample}); err == nil {
 			notForwarded = w.NotForwarded
 		}
@@ -229,13 +226,7 @@ func (n *Node) refusing(ctx context.Context, snapshot *plan.Snapshot) (out []str
 	var ports []*plan.ServicePort
 	for _, list := range snapshot.Services() {
 		for _, sp := range list {
-			var here []plan.Endpoint
-			for _, ep := range sp.All() {
-				if ep.Local {
-					here = append(here, ep)
-				}
-			}
-			if len(here) > 0 {
+			if here := only(sp.All(), func(ep plan.Endpoint) bool { return ep.Local }); len(here) > 0 {
 				ports = append(ports, &plan.ServicePort{Key: sp.Key, Endpoints: plan.Endpoints{Cluster: here}})
 			}
 		}
@@ -333,20 +324,15 @@ func (s *Status) judge(self Self) {
 		}
 	}
 	if len(stale) > 0 {
-		more := ""
-		if n := len(stale) - 1; n > 0 {
-			more = fmt.Sprintf("; nor is it for %d more %s of objects", n, plural(n, "kind"))
-		}
+		others := len(stale) - 1
+		more := when(others > 0, fmt.Sprintf("; nor is it for %d more %s of objects", others, plural(others, "kind")))
 		wrong("It is not ready (fresh): %s%s. Look at the API server, and at this node's way to it.", stale[0], more)
 	}
 	if s.Syncs.LastError != "" {
 		wrong("The last sync failed, and is tried again: %s. \"nodeproxy history\" has the syncs before.", s.Syncs.LastError)
 	}
 	if s.Ready && !s.Source.Connected {
-		away := ""
-		if !s.Source.AwaySince.IsZero() {
-			away = " for " + since(s.Source.AwaySince, s.Now)
-		}
+		away := with(" for ", since(s.Source.AwaySince, s.Now))
 		wrong("Nothing has come from %s%s, so that changes of Services are not known; what was known last stays in force (%s). Look at the API "+
 			"server, and at this node's way to it.", s.Source.From, away, cmp.Or(strings.Join(s.Source.Failures, "; "), "no error"))
 	}
@@ -395,10 +381,7 @@ func WriteStatus(w io.Writer, s *Status) error {
 	row := func(name string, parts ...string) {
 		fmt.Fprintf(t, "%s\t%s\n", name, Printable(joined(", ", parts...)))
 	}
-	mode := s.Mode
-	if s.Variant != "" {
-		mode += " (" + s.Variant + ")"
-	}
+	mode := s.Mode + when(s.Variant != "", " ("+s.Variant+")")
 	row("Program", s.Program, "up for "+since(s.Started, s.Now))
 	row("Node", s.Node)
 	row("Mode", mode, strings.Join(s.Families, " and "))
@@ -408,15 +391,7 @@ func WriteStatus(w io.Writer, s *Status) error {
 		ready = "no: " + strings.Join(names, ", ") + " missing"
 	}
 	row("Ready", ready)
-	inSync := "no"
-	if s.InSync {
-		inSync = "for " + since(s.InSyncSince, s.Now)
-	}
-	waits := ""
-	if s.WaitingSeconds > 0 {
-		waits = "a change has waited for " + seconds(s.WaitingSeconds)
-	}
-	row("In sync", inSync, waits)
+	row("In sync", either(s.InSync, "for "+since(s.InSyncSince, s.Now), "no"), with("a change has waited for ", seconds(s.WaitingSeconds)))
 	row("Objects", counted(s.Services, "Service"), counted(s.ServicePorts, "ServicePort"), counted(s.Endpoints, "endpoint")+" in use")
 	source := "current"
 	switch {
@@ -430,10 +405,7 @@ func WriteStatus(w io.Writer, s *Status) error {
 	}
 	row("Source", s.Source.From, source)
 	if s.Syncs.Known > 0 {
-		failed := ""
-		if s.Syncs.Failed > 0 {
-			failed = fmt.Sprintf("%d failed", s.Syncs.Failed)
-		}
+		failed := when(s.Syncs.Failed > 0, fmt.Sprintf("%d failed", s.Syncs.Failed))
 		row("Syncs", fmt.Sprintf("%d of the last %s changed something", s.Syncs.Known, since(s.Syncs.Since, s.Now)), "median "+seconds(s.Syncs.Median),
 			"99 % within "+seconds(s.Syncs.P99), failed)
 	}

@@ -65,10 +65,8 @@ func aligned(w io.Writer, header string, rows [][]string) error {
 
 // WriteServicePorts writes a row for each ServicePort; wide adds policies and affinity. Ages are as of now.
 func WriteServicePorts(w io.Writer, list []ServicePort, wide bool, now time.Time) error {
-	header := "NAMESPACE NAME PORT CLUSTER-IP EXTERNAL-IP NODE-PORT ENDPOINTS STATE SINCE"
-	if wide {
-		header += " INTERNAL EXTERNAL AFFINITY FAMILY CONNECTIONS BYTES-IN BYTES-OUT"
-	}
+	header := "NAMESPACE NAME PORT CLUSTER-IP EXTERNAL-IP NODE-PORT ENDPOINTS STATE SINCE" +
+		when(wide, " INTERNAL EXTERNAL AFFINITY FAMILY CONNECTIONS BYTES-IN BYTES-OUT")
 	rows := make([][]string, 0, len(list))
 	for _, sp := range list {
 		row := []string{
@@ -76,10 +74,7 @@ func WriteServicePorts(w io.Writer, list []ServicePort, wide bool, now time.Time
 			number(sp.NodePort), fmt.Sprintf("%d/%d", sp.Usable, sp.Total), sp.State, since(sp.Since, now),
 		}
 		if wide {
-			affinity := ""
-			if sp.Affinity > 0 {
-				affinity = duration.HumanDuration(time.Duration(sp.Affinity) * time.Second)
-			}
+			affinity := when(sp.Affinity > 0, duration.HumanDuration(time.Duration(sp.Affinity)*time.Second))
 			row = append(row, sp.InternalPolicy, sp.ExternalPolicy, affinity, sp.Family)
 			c := sp.Counters
 			if c == nil {
@@ -94,11 +89,7 @@ func WriteServicePorts(w io.Writer, list []ServicePort, wide bool, now time.Time
 
 // portText is a port as in "80/TCP (http)".
 func (sp ServicePort) portText() string {
-	s := fmt.Sprintf("%d/%s", sp.Number, sp.Protocol)
-	if sp.Port != "" {
-		s += "(" + sp.Port + ")"
-	}
-	return s
+	return fmt.Sprintf("%d/%s", sp.Number, sp.Protocol) + when(sp.Port != "", "("+sp.Port+")")
 }
 
 // words returns the texts of a list.
@@ -152,6 +143,9 @@ func either(holds bool, first, second string) string {
 	return second
 }
 
+// when returns a text if a condition holds, and else none.
+func when(holds bool, text string) string { return either(holds, text, "") }
+
 func are(n int) string { return either(n == 1, "is", "are") }
 
 // upper begins a sentence.
@@ -181,10 +175,7 @@ func since(t, now time.Time) string {
 
 // WriteEndpoints writes a row for each endpoint of each port of a Service; wide adds hints.
 func WriteEndpoints(w io.Writer, ports []PortExplanation, wide bool) error {
-	header := "PORT ADDRESS POD NODE ZONE CONDITIONS USED"
-	if wide {
-		header += " HINTS"
-	}
+	header := "PORT ADDRESS POD NODE ZONE CONDITIONS USED" + when(wide, " HINTS")
 	var rows [][]string
 	for _, p := range ports {
 		for _, ep := range p.Endpoints {
@@ -243,10 +234,7 @@ func (ep Endpoint) use() string {
 // WriteFindings writes what is wrong, a row each, with the file where any is about one.
 func WriteFindings(w io.Writer, list []Finding) error {
 	files := slices.ContainsFunc(list, func(f Finding) bool { return f.Where != "" })
-	header := "SEVERITY OBJECT FIELD DETAIL"
-	if files {
-		header = "SEVERITY FILE OBJECT FIELD DETAIL"
-	}
+	header := either(files, "SEVERITY FILE OBJECT FIELD DETAIL", "SEVERITY OBJECT FIELD DETAIL")
 	var rows [][]string
 	for _, f := range list {
 		row := []string{f.Severity}
@@ -265,13 +253,7 @@ func (p PortExplanation) outside() bool {
 
 // joined joins what is not empty.
 func joined(separator string, parts ...string) string {
-	var out []string
-	for _, p := range parts {
-		if p != "" {
-			out = append(out, p)
-		}
-	}
-	return strings.Join(out, separator)
+	return strings.Join(only(parts, func(p string) bool { return p != "" }), separator)
 }
 
 // WriteExplanation writes an explanation for people.
@@ -321,31 +303,14 @@ func WriteExplanation(w io.Writer, e *Explanation, now time.Time) error {
 	return nil
 }
 
-func with(prefix, s string) string {
-	if s == "" {
-		return ""
-	}
-	return prefix + s
-}
+// with puts something before a text, unless that is empty.
+func with(prefix, s string) string { return when(s != "", prefix+s) }
 
 func writePort(w io.Writer, p PortExplanation, ofPods bool, now time.Time) error {
-	fmt.Fprintf(w, "\nPort %s, %s", p.portText(), p.Family)
-	if p.TargetPort != "" && ofPods {
-		fmt.Fprintf(w, ", to port %s of the Pods", Printable(p.TargetPort))
-	}
-	fmt.Fprintf(w, ": %s", p.State)
-	if s := since(p.Since, now); s != "" {
-		fmt.Fprintf(w, " for %s", s)
-	}
-	fmt.Fprintln(w)
-	policies := "  internalTrafficPolicy " + p.InternalPolicy
-	if p.ExternalPolicy != "" {
-		policies += ", externalTrafficPolicy " + p.ExternalPolicy
-	}
-	if p.Affinity > 0 {
-		policies += fmt.Sprintf(", ClientIP affinity of %s", time.Duration(p.Affinity)*time.Second)
-	}
-	fmt.Fprintln(w, policies)
+	target := when(p.TargetPort != "" && ofPods, ", to port "+Printable(p.TargetPort)+" of the Pods")
+	fmt.Fprintf(w, "\nPort %s, %s%s: %s%s\n", p.portText(), p.Family, target, p.State, with(" for ", since(p.Since, now)))
+	fmt.Fprintln(w, "  internalTrafficPolicy "+p.InternalPolicy+with(", externalTrafficPolicy ", p.ExternalPolicy)+
+		when(p.Affinity > 0, fmt.Sprintf(", ClientIP affinity of %s", time.Duration(p.Affinity)*time.Second)))
 	var rows [][]string
 	for _, f := range p.Frontends {
 		name := f.Frontend
