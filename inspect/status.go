@@ -141,18 +141,16 @@ func (n *Node) Status(ctx context.Context) *Status {
 	n.View(func(state *proxier.State) {
 		s.Node, s.ServicePorts = state.Plan().Node.Name, len(state.Plan().Services)
 	})
-	if snapshot := n.snapshot(); snapshot != nil {
-		seen := map[netip.AddrPort]struct{}{}
-		for _, ports := range snapshot.Services() {
-			s.Services++
-			for _, sp := range ports {
-				for _, ep := range sp.All() {
-					seen[ep.Addr] = struct{}{}
-				}
+	snapshot, seen := n.snapshot(), map[netip.AddrPort]struct{}{}
+	for _, ports := range snapshot.Services() {
+		s.Services++
+		for _, sp := range ports {
+			for _, ep := range sp.All() {
+				seen[ep.Addr] = struct{}{}
 			}
 		}
-		s.Endpoints = len(seen)
 	}
+	s.Endpoints = len(seen)
 	for _, f := range n.AllFindings() {
 		if f.Severity == problem {
 			s.Problems++
@@ -168,15 +166,17 @@ func (n *Node) Status(ctx context.Context) *Status {
 	s.InSync = !s.InSyncSince.IsZero()
 	s.Syncs = statistics(n.History.Syncs())
 	s.Source = sourceStatus(self, now)
-	if snapshot := n.snapshot(); snapshot != nil && n.Reality != nil {
-		s.filtered, s.notForwarded = n.sampled(ctx, snapshot)
-	}
-	if snapshot := n.snapshot(); snapshot != nil && n.Reality != nil && n.Reality.Endpoints != nil {
-		s.refusing = n.refusing(ctx, snapshot)
-	}
-	if n.Reality != nil && n.Reality.Tracked != nil {
-		if t, err := n.Reality.Tracked(); err == nil {
-			s.Tracked = &t
+	if r := n.Reality; r != nil {
+		if snapshot != nil {
+			s.filtered, s.notForwarded = r.sampled(ctx, snapshot)
+		}
+		if snapshot != nil && r.Endpoints != nil {
+			s.refusing = r.refusing(ctx, snapshot)
+		}
+		if r.Tracked != nil {
+			if t, err := r.Tracked(); err == nil {
+				s.Tracked = &t
+			}
 		}
 	}
 	s.judge(self)
@@ -185,7 +185,7 @@ func (n *Node) Status(ctx context.Context) *Status {
 
 // sampled looks at the ways to one endpoint of IPv4 in each range of 256 addresses, which have the same route nearly everywhere, and to one of IPv6. It
 // returns those whose answers the kernel drops, and the families of which this node forwards nothing.
-func (n *Node) sampled(ctx context.Context, snapshot *plan.Snapshot) (filtered []reality.Filtered, notForwarded []plan.Family) {
+func (r *Reality) sampled(ctx context.Context, snapshot *plan.Snapshot) (filtered []reality.Filtered, notForwarded []plan.Family) {
 	first := map[netip.Prefix]netip.Addr{}
 	for _, ports := range snapshot.Services() {
 		for _, sp := range ports {
@@ -207,14 +207,14 @@ func (n *Node) sampled(ctx context.Context, snapshot *plan.Snapshot) (filtered [
 	all := slices.SortedFunc(maps.Values(first), netip.Addr.Compare)
 	sample := only(all, netip.Addr.Is4)
 	sample = sample[:min(len(sample), mostAddresses)]
-	if n.Reality.Reverse != nil {
-		if r, err := n.Reality.Reverse(ctx, sample); err == nil { // Else explain says it.
-			filtered = r.Filtered
+	if r.Reverse != nil {
+		if back, err := r.Reverse(ctx, sample); err == nil { // Else explain says it.
+			filtered = back.Filtered
 		}
 	}
-	if n.Reality.Ways != nil {
+	if r.Ways != nil {
 		sample = append(sample, only(all, netip.Addr.Is6)...)
-		if w, err := n.Reality.Ways(ctx, reality.Places{Endpoints: sample}); err == nil {
+		if w, err := r.Ways(ctx, reality.Places{Endpoints: sample}); err == nil {
 			notForwarded = w.NotForwarded
 		}
 	}
@@ -222,7 +222,7 @@ func (n *Node) sampled(ctx context.Context, snapshot *plan.Snapshot) (filtered [
 }
 
 // refusing returns the endpoints on this node at which nothing listens, of as many as are looked at.
-func (n *Node) refusing(ctx context.Context, snapshot *plan.Snapshot) (out []string) {
+func (r *Reality) refusing(ctx context.Context, snapshot *plan.Snapshot) (out []string) {
 	var ports []*plan.ServicePort
 	for _, list := range snapshot.Services() {
 		for _, sp := range list {
@@ -234,7 +234,7 @@ func (n *Node) refusing(ctx context.Context, snapshot *plan.Snapshot) (out []str
 	slices.SortFunc(ports, func(a, b *plan.ServicePort) int { return a.Key.Compare(b.Key) })
 	ctx, cancel := context.WithTimeout(ctx, checkTime)
 	defer cancel()
-	list, err := n.Reality.Endpoints(ctx, ports)
+	list, err := r.Endpoints(ctx, ports)
 	if err != nil { // explain says it.
 		return nil
 	}

@@ -8,7 +8,6 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
-	"syscall"
 
 	"nodeproxy/inspect/reality"
 	"nodeproxy/kernel/host"
@@ -110,10 +109,9 @@ func (v *View) look(ctx context.Context, n sockets.Namespace, a netip.Addr, lead
 	_ = n.Enter(func() (err error) { // It may not be allowed.
 		if inside, err = host.Links(); err == nil && asks.IsValid() {
 			via, by, p.noRoute, err = answersBy(ctx, asks)
-			if why := syscall.Errno(0); err == nil && a.Is4() {
-				if _, failed := host.RouteTo(somewhere, host.Way{}); errors.As(failed, &why) {
-					p.noDefault = noRoute(why)
-				}
+			if err == nil && a.Is4() {
+				_, failed := host.RouteTo(somewhere, host.Way{})
+				p.noDefault, _ = noRoute(failed)
 			}
 		}
 		return err
@@ -141,8 +139,8 @@ func (v *View) look(ctx context.Context, n sockets.Namespace, a netip.Addr, lead
 // has to be asked where it is, and is of IPv4.
 func answersBy(ctx context.Context, to netip.Addr) (via netip.Addr, by int, not string, err error) {
 	r, err := host.RouteTo(to, host.Way{})
-	if why := syscall.Errno(0); errors.As(err, &why) {
-		return via, 0, noRoute(why), nil
+	if why, none := noRoute(err); none {
+		return via, 0, why, nil
 	}
 	if err != nil || len(r.Links) != 1 || !r.Via.Is4() {
 		return via, 0, "", err

@@ -125,16 +125,13 @@ func (l *lookout) each(ctx context.Context, list []netip.Addr, without *map[neti
 			return err
 		}
 		r, err := host.RouteTo(a, host.Way{})
-		var why syscall.Errno
-		switch {
-		case err == nil && !r.Local && len(r.Links) == 1:
+		if err == nil && !r.Local && len(r.Links) == 1 {
 			err = routed(a, r, l.links[r.Links[0]])
-		case err != nil && errors.As(err, &why):
-			text := noRoute(why)
+		} else if why, none := noRoute(err); none {
 			if off := host.WithoutIPv6(); off != "" && a.Is6() {
-				text = off
+				why = off
 			}
-			note(without, a, text)
+			note(without, a, why)
 			err = nil
 		}
 		if err != nil {
@@ -279,14 +276,13 @@ func (l *lookout) refused(to netip.Addr, route host.Route, own host.Link) {
 			continue
 		}
 		for _, link := range l.links {
-			var why syscall.Errno
 			if link.Name != o.By {
 				continue
 			}
 			r, err := host.RouteTo(to, host.Way{From: o.Addr, In: link.Index, Mark: o.Mark})
-			switch {
-			case errors.As(err, &why) && why != unix.EXDEV: // which is of rp_filter
-				l.ways.Unrouted = append(l.ways.Unrouted, reality.Unrouted{Addr: to, From: o, Why: noRoute(why)})
+			switch why, none := noRoute(err); {
+			case none && !errors.Is(err, unix.EXDEV): // which is of rp_filter
+				l.ways.Unrouted = append(l.ways.Unrouted, reality.Unrouted{Addr: to, From: o, Why: why})
 			case err == nil && !r.Local && len(r.Links) == 1 && r.Links[0] != own.Index && !route.Via.IsValid() && (own.Kind == "veth" || own.Kind == "bridge"):
 				l.ways.Unrouted = append(l.ways.Unrouted, reality.Unrouted{Addr: to, From: o, Why: "it goes by " + l.links[r.Links[0]].Name})
 			}
@@ -318,8 +314,8 @@ func (l *lookout) forwarding() {
 		names = append(names, o.By)
 	}
 	for _, name := range names {
-		text, err := os.ReadFile(filepath.Join(l.sysctls, "net/ipv4/conf", name, "forwarding"))
-		if name != "" && err == nil && strings.TrimSpace(string(text)) == "0" && !slices.Contains(l.ways.NotForwardedBy, name) {
+		value, _ := sysctl(l.sysctls, "net/ipv4/conf", name, "forwarding")
+		if name != "" && value == "0" && !slices.Contains(l.ways.NotForwardedBy, name) {
 			l.ways.NotForwardedBy = append(l.ways.NotForwardedBy, name)
 		}
 	}
@@ -331,14 +327,15 @@ func (l *lookout) forwarding() {
 // (module br_netfilter).
 func BridgeFiltered(sysctls, bridge string, f plan.Family) bool {
 	name := map[plan.Family]string{plan.IPv4: "iptables", plan.IPv6: "ip6tables"}[f]
-	for _, setting := range []string{
-		filepath.Join(sysctls, "net/bridge/bridge-nf-call-"+name), filepath.Join("/sys/class/net", bridge, "bridge/nf_call_"+name),
-	} {
-		if text, err := os.ReadFile(setting); err == nil && strings.TrimSpace(string(text)) != "0" {
-			return true
-		}
-	}
-	return false
+	all, known := sysctl(sysctls, "net/bridge/bridge-nf-call-"+name)
+	its, has := sysctl("/sys/class/net", bridge, "bridge/nf_call_"+name)
+	return known && all != "0" || has && its != "0"
+}
+
+// sysctl returns a setting of the kernel; false if it can't be read.
+func sysctl(path ...string) (value string, known bool) {
+	text, err := os.ReadFile(filepath.Join(path...))
+	return strings.TrimSpace(string(text)), err == nil
 }
 
 // Detour says in what the way of a client's packets to an endpoint differs from that of this node's own; "" if in nothing, or if that is not known.
@@ -481,17 +478,20 @@ func (v *View) Bridges() map[string]bool {
 	return out
 }
 
-// noRoute says why the kernel has no route.
-func noRoute(why syscall.Errno) string {
-	switch why {
-	case unix.EINVAL:
-		return "its route is of type blackhole"
-	case unix.EACCES:
-		return "its route is of type prohibit"
-	case unix.EHOSTUNREACH:
-		return "its route is of type unreachable"
+// noRoute says why the kernel has no route, by the error of asking for it; false if it is none of that kind.
+func noRoute(err error) (why string, none bool) {
+	of, none := errors.AsType[syscall.Errno](err)
+	switch {
+	case !none:
+		return "", false
+	case of == unix.EINVAL:
+		return "its route is of type blackhole", true
+	case of == unix.EACCES:
+		return "its route is of type prohibit", true
+	case of == unix.EHOSTUNREACH:
+		return "its route is of type unreachable", true
 	}
-	return why.Error()
+	return of.Error(), true
 }
 
 // forwards reports whether this node forwards packets of a family, from some interface at least; also where that can't be read.
@@ -505,11 +505,11 @@ func forwards(sysctls string, f plan.Family) bool {
 		if name := filepath.Base(filepath.Dir(path)); name == "lo" || name == "default" {
 			continue
 		}
-		text, err := os.ReadFile(path)
-		if err != nil { // The interface may be gone.
+		value, known := sysctl(path)
+		if !known { // The interface may be gone.
 			continue
 		}
-		if read++; strings.TrimSpace(string(text)) != "0" {
+		if read++; value != "0" {
 			return true
 		}
 	}
