@@ -81,12 +81,11 @@ const (
 
 // diagnosis collects the diagnoses of one Service.
 type diagnosis struct {
-	// onlyProxied is true where no other Services are known than those that a proxy may have.
-	onlyProxied bool
-	d           *proxier.Description
-	list        []Diagnosis
-	listed      map[string]bool // what is in list
-	taken       map[string]bool // sentences on frontends that other Services have
+	*Node
+	d      *proxier.Description
+	list   []Diagnosis
+	listed map[string]bool // what is in list
+	taken  map[string]bool // sentences on frontends that other Services have
 	// readPods is Node.Pods until it has been asked. Then podsHere are the Pods of the Service's namespace that it returned, and podsElsewhere the others.
 	readPods                func(namespace string) ([]*v1.Pod, error)
 	podsHere, podsElsewhere []*v1.Pod
@@ -114,7 +113,7 @@ func (c *diagnosis) add(severity, code, do, what string, args ...any) {
 
 // diagnose returns what is wrong with a Service, problems first.
 func (n *Node) diagnose(d *proxier.Description, own *plan.Plan, programmed *plan.Snapshot, refused map[plan.Key]plan.Refusal) []Diagnosis {
-	c := &diagnosis{d: d, list: []Diagnosis{}, listed: map[string]bool{}, taken: map[string]bool{}, onlyProxied: n.OnlyProxied, readPods: n.Pods,
+	c := &diagnosis{Node: n, d: d, list: []Diagnosis{}, listed: map[string]bool{}, taken: map[string]bool{}, readPods: n.Pods,
 		elsewhere: sync.OnceValue(n.elsewhere), others: n.otherFindings()}
 	if n.ServiceFile != nil {
 		c.file = n.ServiceFile(d.Service.Namespace, d.Service.Name)
@@ -150,7 +149,7 @@ func worstFirst(list []Diagnosis) {
 func (c *diagnosis) service() {
 	svc := c.d.Service
 	switch {
-	case !c.d.Exists && c.onlyProxied:
+	case !c.d.Exists && c.OnlyProxied:
 		c.add(note, NoService, fmt.Sprintf("see whether there is one: kubectl -n %s get service %s", svc.Namespace, svc.Name),
 			"EndpointSlices name the Service %s. There is none, or it is headless, an ExternalName, or another proxy's, and not for nodeproxy.", svc)
 	case !c.d.Exists:
@@ -538,7 +537,7 @@ func (c *diagnosis) noEndpoints(sp *plan.ServicePort) {
 			has += ", and " + some(slices.Compact(others))
 		}
 		do := "give the port of the EndpointSlices the name and protocol of the Service's port"
-		if target := c.target(sp.Key); len(c.d.Selector) > 0 && !isNumber(target) {
+		if target := targetOf(c.d, sp.Key).Target; len(c.d.Selector) > 0 && !isNumber(target) {
 			do = fmt.Sprintf("give a container port of the Pods the name of the targetPort, %q", target)
 			if here, _, known := c.podsOf(); known {
 				named := func(p v1.ContainerPort) bool { return p.Name == target }
@@ -587,16 +586,6 @@ func (c *diagnosis) unusedEndpoints() (all, alike []string) {
 		}
 	}
 	return all, alike
-}
-
-// target returns the targetPort of a ServicePort.
-func (c *diagnosis) target(k plan.Key) string {
-	for _, p := range c.d.Ports {
-		if p.Name == k.Port && p.Protocol == k.Protocol {
-			return p.Target
-		}
-	}
-	return ""
 }
 
 // pods returns the command that lists the Pods of the Service.

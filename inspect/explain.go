@@ -103,7 +103,7 @@ func (n *Node) Explain(svc plan.Service) (*Explanation, error) {
 	if err != nil || !d.Exists {
 		// A file may have the Service, and a reason why it is not used.
 		if of := n.findingsOf(svc); len(of) > 0 {
-			c := &diagnosis{d: &proxier.Description{Service: svc, Exists: true, Findings: of}, listed: map[string]bool{}}
+			c := &diagnosis{Node: n, d: &proxier.Description{Service: svc, Exists: true, Findings: of}, listed: map[string]bool{}}
 			c.service()
 			c.objects()
 			if own.Partial {
@@ -145,11 +145,7 @@ func explainPort(d *proxier.Description, own *plan.Plan, sp *plan.ServicePort, f
 	refused map[plan.Key]plan.Refusal) PortExplanation {
 	out := PortExplanation{ServicePort: describe(sp), Frontends: []FrontendExplanation{}, Endpoints: []Endpoint{}}
 	out.State, out.Since = state(sp, programmed, refused)
-	for _, p := range d.Ports {
-		if p.Name == sp.Key.Port && p.Protocol == sp.Key.Protocol {
-			out.TargetPort = p.Target
-		}
-	}
+	out.TargetPort = targetOf(d, sp.Key).Target
 	evaluator, pod := plan.NewEvaluator(own), podHere(own.Settings.DetectLocal, sp)
 	for _, f := range sp.Frontends[:min(len(sp.Frontends), frontends)] {
 		out.Frontends = append(out.Frontends, FrontendExplanation{Frontend: f.String(), Verdicts: verdicts(evaluator, own, sp, f, pod)})
@@ -160,6 +156,16 @@ func explainPort(d *proxier.Description, own *plan.Plan, sp *plan.ServicePort, f
 		out.Endpoints = append(out.Endpoints, uses.explain(ep))
 	}
 	return out
+}
+
+// targetOf returns the port of a Service, as its object spells it, that a ServicePort is of.
+func targetOf(d *proxier.Description, k plan.Key) proxier.Port {
+	for _, p := range d.Ports {
+		if p.Name == k.Port && p.Protocol == k.Protocol {
+			return p
+		}
+	}
+	return proxier.Port{}
 }
 
 // uses says for each address of an endpoint under which policies it is used, and why not under others.
@@ -185,28 +191,14 @@ func usesOf(sp *plan.ServicePort) uses {
 }
 
 // conditions are those of ready, serving and terminating that hold.
-func conditions(ep topology.Endpoint) (out []string) {
-	for _, c := range []struct {
-		holds bool
-		name  string
-	}{{ep.Ready, "ready"}, {ep.Serving, "serving"}, {ep.Terminating, "terminating"}} {
-		if c.holds {
-			out = append(out, c.name)
-		}
-	}
-	return out
+func conditions(ep topology.Endpoint) []string {
+	return filled(when(ep.Ready, "ready"), when(ep.Serving, "serving"), when(ep.Terminating, "terminating"))
 }
 
 func (u uses) explain(ep topology.Endpoint) Endpoint {
-	out := Endpoint{Address: ep.Addr.String(), Pod: ep.Pod, Node: ep.Node, Zone: ep.Zone, Conditions: conditions(ep),
+	hints := slices.Concat(words(ep.ForNodes, func(n string) string { return "node " + n }), words(ep.ForZones, func(z string) string { return "zone " + z }))
+	return Endpoint{Address: ep.Addr.String(), Pod: ep.Pod, Node: ep.Node, Zone: ep.Zone, Conditions: conditions(ep), Hints: hints,
 		UsedFor: u.used[ep.Addr], Unused: u.unused[ep.Addr]}
-	for _, h := range ep.ForNodes {
-		out.Hints = append(out.Hints, "node "+h)
-	}
-	for _, h := range ep.ForZones {
-		out.Hints = append(out.Hints, "zone "+h)
-	}
-	return out
 }
 
 // client is a kind of source, with a packet that stands for it.

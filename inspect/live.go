@@ -141,20 +141,16 @@ func (s *SeenPacket) lostBy() string {
 
 // outcomeFor returns the outcome that fits a packet best.
 func (p *PacketTrace) outcomeFor(s *SeenPacket) TraceOutcome {
-	best, points := p.Outcomes[0], -1
-	for _, o := range p.Outcomes {
-		n := 0
+	fits := func(o TraceOutcome) (points int) {
 		if o.Endpoint == s.Endpoint {
-			n += 2
+			points += 2
 		}
 		if o.Masqueraded == s.Masqueraded {
-			n++
+			points++
 		}
-		if n > points {
-			best, points = o, n
-		}
+		return points
 	}
-	return best
+	return slices.MaxFunc(p.Outcomes, func(a, b TraceOutcome) int { return fits(a) - fits(b) })
 }
 
 // matchSteps finds the steps that were predicted, each behind the one before. Where a rule reads differently, as nftables itself prints
@@ -273,17 +269,11 @@ func WriteLive(w io.Writer, l *Live) error {
 	case wrong > 0:
 		fmt.Fprintf(w, "%d of %d connections differ from the prediction.\n", wrong, len(l.Seen))
 	default:
-		text := "The connection went as predicted"
-		if len(l.Seen) > 1 {
-			text = fmt.Sprintf("All %d connections went as predicted", len(l.Seen))
-		}
-		if n := count(SeenPacket.refused); n > 0 {
-			text += fmt.Sprintf(", but %d had a reset (RST) for an answer: see whether anything listens at the endpoint", n)
-		}
-		if n := count(func(s SeenPacket) bool { return s.Action == plan.Forward.String() && !s.Answered }); n > 0 {
-			text += fmt.Sprintf(", but %d had no answer: see whether the endpoint answers, and whether its answer comes back by way of this node (nodeproxy explain)", n)
-		}
-		fmt.Fprintln(w, text+".")
+		refused := count(SeenPacket.refused)
+		unanswered := count(func(s SeenPacket) bool { return s.Action == plan.Forward.String() && !s.Answered })
+		fmt.Fprintf(w, "%s went as predicted%s%s.\n", either(len(l.Seen) > 1, fmt.Sprintf("All %d connections", len(l.Seen)), "The connection"),
+			when(refused > 0, fmt.Sprintf(", but %d had a reset (RST) for an answer: see whether anything listens at the endpoint", refused)),
+			when(unanswered > 0, fmt.Sprintf(", but %d had no answer: see whether the endpoint answers, and whether its answer comes back by way of this node (nodeproxy explain)", unanswered)))
 	}
 	return nil
 }
@@ -301,8 +291,9 @@ func (s *SeenPacket) write(w io.Writer) error {
 	outcome := p.outcomeFor(s)
 	source := func(masqueraded bool) string { return either(masqueraded, "masqueraded", "kept") }
 	rows := [][]string{{"  result", actionWords[p.Action], actionWords[s.Action]}}
+	pod := when(outcome.Endpoint == s.Endpoint && outcome.Pod != "", "("+outcome.Pod+")")
 	if p.Action == plan.Forward.String() || s.Endpoint != "" {
-		rows = append(rows, []string{"  endpoint", p.endpoints(), cmp.Or(strings.TrimSpace(s.Endpoint+" "+p.podAt(s.Endpoint)), "-")},
+		rows = append(rows, []string{"  endpoint", p.endpoints(), cmp.Or(joined(" ", s.Endpoint, pod), "-")},
 			[]string{"  source", source(outcome.Masqueraded), source(s.Masqueraded)})
 	}
 	rows = append(rows, []string{"  answered", "-", s.answered()})
@@ -332,23 +323,10 @@ func (s *SeenPacket) answered() string {
 	return "no"
 }
 
-func (p *PacketTrace) podAt(endpoint string) string {
-	for _, o := range p.Outcomes {
-		if o.Endpoint == endpoint && o.Pod != "" {
-			return "(" + o.Pod + ")"
-		}
-	}
-	return ""
-}
-
 // endpoints are those that were predicted, in short.
 func (p *PacketTrace) endpoints() string {
-	var list []string
-	for _, o := range p.Outcomes {
-		if o.Endpoint != "" {
-			list = append(list, o.Endpoint+" "+percent(o.Probability))
-		}
-	}
+	led := only(p.Outcomes, func(o TraceOutcome) bool { return o.Endpoint != "" })
+	list := words(led, func(o TraceOutcome) string { return o.Endpoint + " " + percent(o.Probability) })
 	const most = 3
 	if n := len(list); n > most {
 		list = append(list[:most:most], fmt.Sprintf("%d more", n-most))

@@ -12,7 +12,6 @@ import (
 	"k8s.io/apimachinery/pkg/labels"
 
 	"nodeproxy/plan"
-	"nodeproxy/proxier"
 	"nodeproxy/source"
 )
 
@@ -121,39 +120,16 @@ func selected(selector map[string]string, pods []*v1.Pod) []*v1.Pod {
 	return only(pods, func(p *v1.Pod) bool { return is.Matches(labels.Set(p.Labels)) })
 }
 
-// lead begins the sentence about a Service without endpoints: that of a ServicePort or, if it is nil, of a headless Service.
-func (c *diagnosis) lead(sp *plan.ServicePort) string {
-	if sp == nil {
-		return "The Service has no endpoints, so its name has no addresses in DNS: "
-	}
-	return "The Service has no endpoints, so connections are refused: " // Whatever the port: it is said once.
-}
-
 // noPods says why a Service with a selector has no endpoints, by the Pods; false if they do not tell. A headless Service has no ServicePort.
 func (c *diagnosis) noPods(sp *plan.ServicePort) bool {
 	here, elsewhere, known := c.podsOf()
-	if !known {
-		return false
-	}
-	lead, text, ns := c.lead(sp), selector(c.d.Selector), c.d.Service.Namespace
 	match := selected(c.d.Selector, here)
-	var names, plain []string
-	reasons := map[string]bool{}
-	ended := true
-	for _, p := range match {
-		if why := withoutEndpoint(p); why != "" {
-			names, plain = append(names, p.Name+" ("+why+")"), append(plain, p.Name)
-			reasons[why] = true
-			ended = ended && strings.HasPrefix(why, hasEnded)
-		}
-	}
-	if len(reasons) == 1 && len(names) > 1 && len(names) == len(match) {
-		names = []string{some(plain) + " (" + slices.Collect(maps.Keys(reasons))[0] + ")"}
-	}
-	if len(here) >= mostPods && len(match) == 0 { // There may be others.
+	if !known || len(here) >= mostPods && len(match) == 0 { // There may be others.
 		return false
 	}
-	if len(plain) < len(match) {
+	text, ns := selector(c.d.Selector), c.d.Service.Namespace
+	reasons := words(match, withoutEndpoint)
+	if slices.Contains(reasons, "") {
 		if sp == nil || c.noNamedPort(sp, match) {
 			return sp != nil
 		}
@@ -166,43 +142,46 @@ func (c *diagnosis) noPods(sp *plan.ServicePort) bool {
 		}
 		return false // The controller has yet to follow.
 	}
+	lead := "The Service has no endpoints, so " + either(sp == nil, "its name has no addresses in DNS: ", "connections are refused: ") // Whatever the port: it is said once.
 	nearly, near := c.nearly(here)
+	rest, which := withoutSet(c.d.Selector)
+	ofRest, others := selected(rest, here), selected(c.d.Selector, elsewhere)
+	do := "create the Pods, or correct spec.selector: kubectl -n " + ns + " get pods --show-labels"
 	switch {
-	case len(match) > 0 && ended && near >= exactly:
-		c.add(problem, NoEndpoints, toMatch, "%sall Pods that its selector %s matches have ended: %s. %s", lead, text, some(names), nearly)
-		return true
 	case len(match) > 0:
-		do := either(held(match[0]), "find out why the finalizer stays; a StatefulSet does not replace the Pod before", "find out why the Pods do not run")
-		c.add(problem, NoEndpoints, do+": kubectl -n "+ns+" describe pod "+match[0].Name,
-			"%snone of the Pods that its selector %s matches can be an endpoint: %s.", lead, text, some(names))
-		return true
-	}
-	if rest, which := withoutSet(c.d.Selector); which != "" {
-		if others := selected(rest, here); len(rest) > 0 && len(others) > 0 {
-			c.add(problem, SelectorMatchesNothing, "have that Pod made again (scale up its controller), or take the label out of spec.selector",
-				"%sits selector %s matches no Pod. A controller sets the label %s, and gives no Pod this value now; the rest of the selector matches %s.",
-				lead, text, which, podNames(others))
-			return true
-		}
-	}
-	others := selected(c.d.Selector, elsewhere)
-	if near > 0 && (len(others) == 0 || near >= exactly) {
+		c.noneRuns(match, reasons, lead, nearly, near)
+	case which != "" && len(rest) > 0 && len(ofRest) > 0:
+		c.add(problem, SelectorMatchesNothing, "have that Pod made again (scale up its controller), or take the label out of spec.selector",
+			"%sits selector %s matches no Pod. A controller sets the label %s, and gives no Pod this value now; the rest of the selector matches %s.",
+			lead, text, which, podNames(ofRest))
+	case near > 0 && (len(others) == 0 || near >= exactly):
 		c.add(problem, SelectorMatchesNothing, toMatch, "%sits selector %s matches no Pod. %s", lead, text, nearly)
-		return true
-	}
-	if len(others) > 0 {
+	case len(others) > 0:
 		c.add(problem, SelectorMatchesNothing, "create the Service in the namespace of its Pods",
 			"%sits selector %s matches no Pod of namespace %s. Those of other namespaces do not count, such as %s/%s.",
 			lead, text, ns, others[0].Namespace, others[0].Name)
-		return true
-	}
-	do := "create the Pods, or correct spec.selector: kubectl -n " + ns + " get pods --show-labels"
-	if len(here) == 0 {
+	case len(here) == 0:
 		c.add(problem, SelectorMatchesNothing, do, "%sits selector %s matches no Pod, since there is none in namespace %s.", lead, text, ns)
-		return true
+	default:
+		c.add(problem, SelectorMatchesNothing, do, "%sits selector %s matches no Pod, and no Pod in namespace %s has any of these labels.", lead, text, ns)
 	}
-	c.add(problem, SelectorMatchesNothing, do, "%sits selector %s matches no Pod, and no Pod in namespace %s has any of these labels.", lead, text, ns)
 	return true
+}
+
+// noneRuns is about Pods that the selector matches, and of which none can be an endpoint, each for a reason.
+func (c *diagnosis) noneRuns(match []*v1.Pod, reasons []string, lead, nearly string, near int) {
+	names := some(words(match, func(p *v1.Pod) string { return p.Name + " (" + withoutEndpoint(p) + ")" }))
+	if len(slices.Compact(slices.Sorted(slices.Values(reasons)))) == 1 {
+		names = podNames(match) + " (" + reasons[0] + ")"
+	}
+	runs := func(why string) bool { return !strings.HasPrefix(why, hasEnded) }
+	if near >= exactly && !slices.ContainsFunc(reasons, runs) {
+		c.add(problem, NoEndpoints, toMatch, "%sall Pods that its selector %s matches have ended: %s. %s", lead, selector(c.d.Selector), names, nearly)
+		return
+	}
+	do := either(held(match[0]), "find out why the finalizer stays; a StatefulSet does not replace the Pod before", "find out why the Pods do not run")
+	c.add(problem, NoEndpoints, do+": kubectl -n "+c.d.Service.Namespace+" describe pod "+match[0].Name,
+		"%snone of the Pods that its selector %s matches can be an endpoint: %s.", lead, selector(c.d.Selector), names)
 }
 
 // toMatch is what to do about a selector that nearly matches.
@@ -281,7 +260,7 @@ func held(p *v1.Pod) bool { return p.DeletionTimestamp != nil && len(p.Finalizer
 
 // noNamedPort says that Pods which could be endpoints have no port of the targetPort's name; false if that is not why there are none.
 func (c *diagnosis) noNamedPort(sp *plan.ServicePort, pods []*v1.Pod) bool {
-	target := c.target(sp.Key)
+	target := targetOf(c.d, sp.Key).Target
 	if isNumber(target) {
 		return false
 	}
@@ -316,7 +295,7 @@ func declaredFor(pods []*v1.Pod, but plan.Protocol, is func(v1.ContainerPort) bo
 
 // targetPort says whether the Pods declare the targetPort of a ServicePort that has endpoints.
 func (c *diagnosis) targetPort(sp *plan.ServicePort) {
-	target := c.target(sp.Key)
+	target := targetOf(c.d, sp.Key).Target
 	here, _, known := c.podsOf()
 	if !known || len(c.d.Selector) == 0 {
 		return
@@ -340,9 +319,9 @@ func (c *diagnosis) targetPort(sp *plan.ServicePort) {
 	}
 	if len(declared) > 0 {
 		do := "if the Pods do not listen there, set spec.ports[].targetPort to the port at which they do"
-		i := slices.IndexFunc(c.d.Ports, func(p proxier.Port) bool { return p.Name == sp.Key.Port && p.Protocol == sp.Key.Protocol })
-		if i >= 0 && slices.ContainsFunc(declared, func(p v1.ContainerPort) bool { return p.ContainerPort == int32(c.d.Ports[i].Number) }) {
-			do = fmt.Sprintf("if the Pods do not listen there, set spec.ports[].targetPort to %d, or swap port and targetPort if they are the wrong way round", c.d.Ports[i].Number)
+		number := targetOf(c.d, sp.Key).Number
+		if slices.ContainsFunc(declared, func(p v1.ContainerPort) bool { return p.ContainerPort == int32(number) }) {
+			do = fmt.Sprintf("if the Pods do not listen there, set spec.ports[].targetPort to %d, or swap port and targetPort if they are the wrong way round", number)
 		}
 		c.add(note, TargetPortNotDeclared, do,
 			"The targetPort is %s, and no container of the Pods declares this port%s; what they declare is %s.", target, c.name(sp), portList(declared))
@@ -431,14 +410,10 @@ func (c *diagnosis) findUnready(names []string) string {
 		case !slices.ContainsFunc(running(p), func(c v1.Container) bool { return c.ReadinessProbe != nil }) && has(p, v1.ContainersReady, v1.ConditionFalse):
 			return "find out why the containers are not ready: " + describe
 		default:
-			if probe := oddProbe(p); probe != "" {
-				return fmt.Sprintf("find out why the readiness probes fail: %s: %s", probe, describe)
-			}
-			return "find out why the readiness probes fail: " + describe
+			return "find out why the readiness probes fail: " + joined(": ", oddProbe(p), describe)
 		}
 	}
-	slices.Sort(nodes)
-	if len(nodes) > 0 {
+	if slices.Sort(nodes); len(nodes) > 0 {
 		nodes = slices.Compact(nodes)
 		for _, name := range nodes {
 			if why := c.d.NodesDown[name]; why != "" {

@@ -429,12 +429,8 @@ func WriteStatus(w io.Writer, s *Status) error {
 		return err
 	}
 	if len(s.Wrong) == 0 {
-		_, err := fmt.Fprint(w, "\nNothing is wrong.\n")
-		return err
+		fmt.Fprint(w, "\nNothing is wrong.\n")
 	}
-	fmt.Fprint(w, "\nWhat is wrong:\n")
-	for _, text := range s.Wrong {
-		fmt.Fprintf(w, "  - %s\n", Printable(text))
-	}
+	writeList(w, "What is wrong", s.Wrong)
 	return nil
 }

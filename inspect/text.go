@@ -152,26 +152,11 @@ func are(n int) string { return either(n == 1, "is", "are") }
 func upper(s string) string { return strings.ToUpper(s[:1]) + s[1:] }
 
 // counter is a counter as a cell, which is empty for what is not counted.
-func counter(n int64) string {
-	if n == plan.NotCounted {
-		return ""
-	}
-	return strconv.FormatInt(n, 10)
-}
+func counter(n int64) string { return when(n != plan.NotCounted, strconv.FormatInt(n, 10)) }
 
-func number(port uint16) string {
-	if port == 0 {
-		return ""
-	}
-	return fmt.Sprint(port)
-}
+func number(port uint16) string { return when(port != 0, fmt.Sprint(port)) }
 
-func since(t, now time.Time) string {
-	if t.IsZero() {
-		return ""
-	}
-	return duration.HumanDuration(now.Sub(t))
-}
+func since(t, now time.Time) string { return when(!t.IsZero(), duration.HumanDuration(now.Sub(t))) }
 
 // WriteEndpoints writes a row for each endpoint of each port of a Service; wide adds hints.
 func WriteEndpoints(w io.Writer, ports []PortExplanation, wide bool) error {
@@ -251,9 +236,12 @@ func (p PortExplanation) outside() bool {
 	return p.MoreFrontends > 0 || slices.ContainsFunc(p.Frontends, func(f FrontendExplanation) bool { return !strings.HasPrefix(f.Frontend, plan.ClusterIP.String()) })
 }
 
+// filled returns what is not empty.
+func filled(parts ...string) []string { return only(parts, func(p string) bool { return p != "" }) }
+
 // joined joins what is not empty.
 func joined(separator string, parts ...string) string {
-	return strings.Join(only(parts, func(p string) bool { return p != "" }), separator)
+	return strings.Join(filled(parts...), separator)
 }
 
 // WriteExplanation writes an explanation for people.
@@ -301,6 +289,16 @@ func WriteExplanation(w io.Writer, e *Explanation, now time.Time) error {
 		}
 	}
 	return nil
+}
+
+// writeList writes a list below a title, unless it is empty.
+func writeList(w io.Writer, title string, list []string) {
+	for i, text := range list {
+		if i == 0 {
+			fmt.Fprintf(w, "\n%s:\n", title)
+		}
+		fmt.Fprintf(w, "  - %s\n", Printable(text))
+	}
 }
 
 // with puts something before a text, unless that is empty.

@@ -98,15 +98,12 @@ func cantTrace(format string, args ...any) error { return &TraceError{fmt.Sprint
 // Trace follows a packet through the rules of the node's mode: those that are programmed, or those that would be.
 func (n *Node) Trace(q TraceQuery) (*Trace, error) {
 	t := &tracer{Node: n, query: q, programmed: n.snapshot()}
-	n.View(func(s *proxier.State) {
-		if t.whole = s.Plan(); t.programmed != nil { // It changes in time, and may be ahead of the kernel.
-			t.whole = nil
-		}
-	})
-	if t.programmed != nil {
-		if t.programmed.Generation == 0 {
-			return nil, cantTrace("nothing has been programmed yet; \"nodeproxy get findings\" may say why")
-		}
+	switch { // What is desired changes in time, and may be ahead of the kernel.
+	case t.programmed == nil:
+		n.View(func(s *proxier.State) { t.whole = s.Plan() })
+	case t.programmed.Generation == 0:
+		return nil, cantTrace("nothing has been programmed yet; \"nodeproxy get findings\" may say why")
+	default:
 		t.whole = t.programmed.Plan()
 	}
 	var err error

@@ -41,12 +41,7 @@ func (p PacketTrace) write(w io.Writer, t *Trace) error {
 			return err
 		}
 	}
-	for i, n := range p.Notes {
-		if i == 0 {
-			fmt.Fprint(w, "\nWhat to know:\n")
-		}
-		fmt.Fprintln(w, "  - "+Printable(n))
-	}
+	writeList(w, "What to know", p.Notes)
 	return nil
 }
 
