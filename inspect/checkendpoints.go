@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"strings"
 
 	"nodeproxy/inspect/reality"
 	"nodeproxy/plan"
@@ -68,6 +69,8 @@ func grouped[T any, K comparable](list []T, key func(T) K) [][]T {
 
 // attachments is about Pods that are not attached to this node as they should be. It returns their addresses.
 func (c *checks) attachments(list []reality.Listening) (said map[netip.Addr]bool) {
+	const routes = "see the routes in the Pod, which the network plugin makes: nsenter -t PID -n ip route, with the PID of a process of the Pod"
+	unmasqueraded := either(c.any(func(sp *plan.ServicePort) bool { return sp.ExternalPolicy == plan.Local && sp.HasExternal() }), problem, note)
 	said = map[netip.Addr]bool{}
 	for _, l := range list {
 		a, at := l.Addr.Addr(), l.Attachment
@@ -75,50 +78,40 @@ func (c *checks) attachments(list []reality.Listening) (said map[netip.Addr]bool
 			continue
 		}
 		said[a] = true
-		wrong := func(code, do, found, what string) {
-			c.found(problem, "%s", found)
-			c.diagnose(problem, code, do, "%s", what)
-			c.about(a)
+		wrongs := []struct { // The first that holds is told.
+			holds                           bool
+			severity, code, do, found, what string
+		}{
+			{l.Several, problem, SharedAddress, "see what gives addresses to Pods on this node (the network plugin's IPAM), and delete the Pods that have this one: kubectl get pods -A -o wide | grep -w {address}",
+				"several Pods have the address {address}", "More than one Pod on this node has the address of endpoint {endpoint}, and connections go to one or the other."},
+			{at.Down, problem, Detached, "see which is down, and what has taken it down: ip link; ip link set NAME up",
+				"{link or bridge} is down", "Endpoint {endpoint} is in a Pod whose interface on this node is down ({link or bridge}), and connections that go there fail."},
+			{at.By != "", problem, NoRoute, "see what has made that route, and whether interfaces have the same network: ip addr; ip rule; ip route get {address}",
+				"{address} is at {link}, and not at {by}", "Endpoint {endpoint} is in a Pod of this node, at {port of bridge}, but packets for it leave by {by}, and connections that go there fail."},
+			{at.Loose, problem, Detached, "ip link set {link} master {bridge}, and see what has taken it out; or delete the Pod, so that another takes its place",
+				"{link} is not a port of {bridge}", "Endpoint {endpoint} is in a Pod whose interface on this node, {link}, is not a port of {bridge}, by which packets for it leave, and connections that go there fail."},
+			{at.Wrong != "", problem, WrongNeighbour, "delete the entry, which somebody has made (permanent), and see who: ip neigh show to {address}",
+				"{address} is not at {wrong}", "This node sends what is for endpoint {endpoint} to {wrong}, by an entry of its neighbours that is permanent, but no interface of the Pod has that address, and connections that go there fail."},
+			{at.NoRoute == "" && at.NoDefault != "" && at.MTU == at.OwnMTU, unmasqueraded, NoRoute, routes, "the Pod of {address} has no route to other hosts",
+				"Endpoint {endpoint} is in a Pod that has no route to other hosts ({no default}): what reaches it without being masqueraded, as with externalTrafficPolicy Local, is not answered."},
+			{at.NoRoute != "", problem, NoRoute, routes, "answers of the Pod of {address} do not get here",
+				"Endpoint {endpoint} is in a Pod whose answers do not get to this node ({no route}), and connections from here, the node's own and masqueraded ones, fail."},
+			{true, problem, DifferentMTU, "give both the same MTU, in the configuration of the network plugin", "{link} has an MTU of {mtu}, and its other end {own mtu}",
+				"Endpoint {endpoint} is in a Pod whose interface has an MTU of {own mtu} bytes, while its other end on this node, {link}, has {mtu}: packets longer than the smaller are lost without a word, so that connections begin and then hang."},
 		}
-		fail := ", and connections that go there fail."
-		switch of := "Endpoint " + l.Addr.String(); {
-		case l.Several:
-			wrong(SharedAddress, "see what gives addresses to Pods on this node (the network plugin's IPAM), and delete the Pods that have this one: kubectl get pods -A -o wide | grep -w "+a.String(),
-				fmt.Sprintf("several Pods have the address %s", a), fmt.Sprintf("More than one Pod on this node has the address of endpoint %s, and connections go to one or the other.", l.Addr))
-		case at.Down:
-			which := at.Link + with(" or its bridge ", at.Bridge)
-			wrong(Detached, "see which is down, and what has taken it down: ip link; ip link set NAME up",
-				which+" is down", fmt.Sprintf("%s is in a Pod whose interface on this node is down (%s)%s", of, which, fail))
-		case at.By != "":
-			port := with(", a port of ", at.Bridge)
-			wrong(NoRoute, fmt.Sprintf("see what has made that route, and whether interfaces have the same network: ip addr; ip rule; ip route get %s", a), fmt.Sprintf("%s is at %s, and not at %s", a, at.Link, at.By),
-				fmt.Sprintf("%s is in a Pod of this node, at %s%s, but packets for it leave by %s%s", of, at.Link, port, at.By, fail))
-		case at.Loose:
-			wrong(Detached, fmt.Sprintf("ip link set %s master %s, and see what has taken it out; or delete the Pod, so that another takes its place", at.Link, at.Bridge),
-				fmt.Sprintf("%s is not a port of %s", at.Link, at.Bridge), fmt.Sprintf("%s is in a Pod whose interface on this node, %s, is not a port of %s, by which packets for it leave%s", of, at.Link, at.Bridge, fail))
-		case at.Wrong != "":
-			wrong(WrongNeighbour, "delete the entry, which somebody has made (permanent), and see who: ip neigh show to "+a.String(), fmt.Sprintf("%s is not at %s", a, at.Wrong),
-				fmt.Sprintf("This node sends what is for endpoint %s to %s, by an entry of its neighbours that is permanent, but no interface of the Pod has that address%s", l.Addr, at.Wrong, fail))
-		case at.NoRoute == "" && at.NoDefault != "" && at.MTU == at.OwnMTU:
-			c.noDefault(l)
-		case at.NoRoute != "":
-			wrong(NoRoute, "see the routes in the Pod, which the network plugin makes: nsenter -t PID -n ip route, with the PID of a process of the Pod", fmt.Sprintf("answers of the Pod of %s do not get here", a),
-				fmt.Sprintf("%s is in a Pod whose answers do not get to this node (%s), and connections from here, the node's own and masqueraded ones, fail.", of, at.NoRoute))
-		default:
-			wrong(DifferentMTU, "give both the same MTU, in the configuration of the network plugin", fmt.Sprintf("%s has an MTU of %d, and its other end %d", at.Link, at.MTU, at.OwnMTU),
-				fmt.Sprintf("%s is in a Pod whose interface has an MTU of %d bytes, while its other end on this node, %s, has %d: packets longer than the smaller are lost without a word, so that connections begin and then hang.",
-					of, at.OwnMTU, at.Link, at.MTU))
+		fill := strings.NewReplacer("{address}", a.String(), "{endpoint}", l.Addr.String(), "{link}", at.Link, "{bridge}", at.Bridge, "{by}", at.By, "{wrong}", at.Wrong,
+			"{link or bridge}", at.Link+with(" or its bridge ", at.Bridge), "{port of bridge}", at.Link+with(", a port of ", at.Bridge),
+			"{no route}", at.NoRoute, "{no default}", at.NoDefault, "{mtu}", fmt.Sprint(at.MTU), "{own mtu}", fmt.Sprint(at.OwnMTU)).Replace
+		for _, w := range wrongs {
+			if w.holds {
+				c.found(w.severity, "%s", fill(w.found))
+				c.diagnose(w.severity, w.code, fill(w.do), "%s", fill(w.what))
+				c.about(a)
+				break
+			}
 		}
 	}
 	return said
-}
-
-// noDefault is about a Pod that answers to this node, and to others only as far as its routes go.
-func (c *checks) noDefault(l reality.Listening) {
-	severity := either(c.any(func(sp *plan.ServicePort) bool { return sp.ExternalPolicy == plan.Local && sp.HasExternal() }), problem, note)
-	c.found(severity, "the Pod of %s has no route to other hosts", l.Addr.Addr())
-	c.diagnose(severity, NoRoute, "see the routes in the Pod, which the network plugin makes: nsenter -t PID -n ip route, with the PID of a process of the Pod",
-		"Endpoint %s is in a Pod that has no route to other hosts (%s): what reaches it without being masqueraded, as with externalTrafficPolicy Local, is not answered.", l.Addr, l.Attachment.NoDefault)
 }
 
 // stuck is about endpoints whose programs listen and do not take what comes. It returns how many there are.
