@@ -46,29 +46,27 @@ func newTexts(f plan.Family) *texts {
 	return t
 }
 
-// fill sets the hooks and texts of all steps.
-func (t *texts) fill(list []Packet) error {
-	for i := range list {
-		hook := ""
-		for j := range list[i].Steps {
-			s := &list[i].Steps[j]
-			hooks, err := t.hooksOf(s)
-			if err != nil {
-				return err
-			}
-			if h, base := hooks[s.Chain]; base {
-				hook = h
-			}
-			s.Hook = hook
-			if s.Rule != "" {
-				continue
-			}
-			rules, err := t.rulesOf(s)
-			if err != nil {
-				return err
-			}
-			s.Rule = cmp.Or(rules[s.handle], fmt.Sprintf("a rule that is gone (handle %d)", s.handle))
+// fill sets the hooks and texts of all steps of a packet.
+func (t *texts) fill(p *Packet) error {
+	hook := ""
+	for i := range p.Steps {
+		s := &p.Steps[i]
+		hooks, err := t.hooksOf(s)
+		if err != nil {
+			return err
 		}
+		if h, base := hooks[s.Chain]; base {
+			hook = h
+		}
+		s.Hook = hook
+		if s.Rule != "" {
+			continue
+		}
+		rules, err := t.rulesOf(s)
+		if err != nil {
+			return err
+		}
+		s.Rule = cmp.Or(rules[s.handle], fmt.Sprintf("a rule that is gone (handle %d)", s.handle))
 	}
 	return nil
 }
