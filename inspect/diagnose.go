@@ -600,20 +600,17 @@ func (c *diagnosis) local(sp *plan.ServicePort, node plan.Node) {
 		return
 	}
 	orName := when(!c.d.NodeKnown, fmt.Sprintf("; if this node has a Node of another name than %s, give that with --hostname-override", node.Name))
-	alias := ""
 	full := func(long, short string) bool {
 		return strings.HasPrefix(strings.ToLower(long), strings.ToLower(short)+".")
 	}
-	for _, ep := range c.d.Endpoints(sp.Key) {
+	aliases := only(c.d.Endpoints(sp.Key), func(ep topology.Endpoint) bool {
 		_, address := netip.ParseAddr(ep.Node)
-		if address != nil && (full(ep.Node, node.Name) || full(node.Name, ep.Node) || ep.Node != node.Name && strings.EqualFold(ep.Node, node.Name)) {
-			alias = ep.Node
-			break
-		}
-	}
+		return address != nil && (full(ep.Node, node.Name) || full(node.Name, ep.Node) || ep.Node != node.Name && strings.EqualFold(ep.Node, node.Name))
+	})
 	what, internal := "No usable endpoint runs on this node", "run a Pod on every node (a DaemonSet)"
 	external, severity := "run a Pod on this node, send to a node that has one, or set spec.externalTrafficPolicy to Cluster", problem
-	if alias != "" { // It is very likely this one.
+	if len(aliases) > 0 { // It is very likely this one.
+		alias := aliases[0].Node
 		what = fmt.Sprintf("No usable endpoint is known to run on this node, for which nodeproxy has the name %s, while endpoints are on %s", node.Name, alias)
 		first := fmt.Sprintf("if node %s is this one, start nodeproxy with --hostname-override=%s; else ", alias, alias)
 		internal, external, orName = first+internal, first+external, ""
@@ -656,27 +653,19 @@ func (c *diagnosis) unplaced(sp *plan.ServicePort) (in []string, all bool) {
 
 // hints is about topology hints.
 func (c *diagnosis) hints(sp *plan.ServicePort, list []topology.Endpoint, node plan.Node) {
-	left := 0
-	reason := plan.Reason("")
-	for _, ex := range sp.Excluded {
-		if ex.Policy == plan.Cluster && (ex.Reason == plan.NotForThisZone || ex.Reason == plan.NotForThisNode) {
-			left, reason = left+1, ex.Reason
+	excluded := only(sp.Excluded, func(ex plan.Exclusion) bool {
+		return ex.Policy == plan.Cluster && (ex.Reason == plan.NotForThisZone || ex.Reason == plan.NotForThisNode)
+	})
+	usable := only(list, func(ep topology.Endpoint) bool { return ep.Ready })
+	ready, hinted := len(usable), len(only(usable, func(ep topology.Endpoint) bool { return len(ep.ForZones) > 0 }))
+	zones := map[string]bool{}
+	for _, ep := range usable {
+		for _, z := range ep.ForZones {
+			zones[z] = true
 		}
 	}
-	zones, hinted := map[string]bool{}, 0
-	ready := 0
-	for _, ep := range list {
-		if ep.Ready {
-			ready++
-			if len(ep.ForZones) > 0 {
-				hinted++
-			}
-			for _, z := range ep.ForZones {
-				zones[z] = true
-			}
-		}
-	}
-	if left > 0 {
+	if left := len(excluded); left > 0 {
+		reason := excluded[left-1].Reason
 		where, do := either(reason == plan.NotForThisNode, "nodes", "zones"), ""
 		used := len(sp.Endpoints.Cluster)
 		local := func(ex plan.Exclusion) bool {

@@ -195,25 +195,11 @@ func (ep Endpoint) use() string {
 	if len(ep.Unused) == 0 {
 		return "yes"
 	}
-	var parts []string
-	if len(ep.UsedFor) > 0 {
-		parts = append(parts, "under policy "+strings.Join(ep.UsedFor, ", "))
+	cluster, local := ep.Unused["Cluster"], ep.Unused["Local"]
+	if len(ep.UsedFor) == 0 && (len(ep.Unused) == 1 || cluster == local) {
+		return "no: " + cmp.Or(cluster, local)
 	}
-	same := ""
-	for _, policy := range []string{"Cluster", "Local"} {
-		reason := ep.Unused[policy]
-		if reason == "" || reason == same {
-			continue
-		}
-		same = reason
-		if len(ep.UsedFor) > 0 || len(ep.Unused) > 1 && ep.Unused["Cluster"] != ep.Unused["Local"] {
-			reason = "not under " + policy + ": " + reason
-		} else {
-			reason = "no: " + reason
-		}
-		parts = append(parts, reason)
-	}
-	return strings.Join(parts, "; ")
+	return joined("; ", with("under policy ", strings.Join(ep.UsedFor, ", ")), with("not under Cluster: ", cluster), with("not under Local: ", local))
 }
 
 // WriteFindings writes what is wrong, a row each, with the file where any is about one.
@@ -273,14 +259,9 @@ func WriteExplanation(w io.Writer, e *Explanation, now time.Time) error {
 		fmt.Fprint(w, "\nNothing is wrong with it on this node.\n")
 	}
 	for _, severity := range []string{problem, note} {
-		title := map[string]string{problem: "What is wrong", note: "What to know"}[severity]
-		for _, d := range e.Diagnoses {
-			if d.Severity != severity {
-				continue
-			}
-			if title != "" {
-				fmt.Fprintf(w, "\n%s:\n", title)
-				title = ""
+		for i, d := range only(e.Diagnoses, func(d Diagnosis) bool { return d.Severity == severity }) {
+			if i == 0 {
+				fmt.Fprintf(w, "\n%s:\n", either(severity == problem, "What is wrong", "What to know"))
 			}
 			fmt.Fprintf(w, "  - %s\n", Printable(d.What))
 			if d.Do != "" {
