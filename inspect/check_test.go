@@ -294,6 +294,11 @@ func TestCheck(t *testing.T) {
 			check: "listeners at endpoints: problem: nothing listens at 2 of 3 that are known on this node",
 			what:  "Endpoints 10.244.0.8:8080, 10.244.9.9:8080 get traffic, but refuse it: nothing listens at port 8080/TCP in their Pods; the only port at which anything does is 80.",
 			do:    "set spec.ports[].targetPort to the port at which the program listens, or have it listen at this one", problem: true},
+		"endpoints that refuse at different ports": {reality: Reality{Endpoints: listeners(reality.Listening{Addr: endpoint, Protocol: plan.TCP, OtherFamily: true},
+			reality.Listening{Addr: netip.MustParseAddrPort("10.244.0.8:81"), Protocol: plan.TCP, OtherFamily: true})},
+			check: "listeners at endpoints: problem: nothing listens at 2 of 2 that are known on this node",
+			what: "Endpoint 10.244.0.8:8080 gets traffic, but refuses it: what listens at port 8080/TCP on this node does so by IPv6 alone.\n" +
+				"Endpoint 10.244.0.8:81 gets traffic, but refuses it: what listens at port 81/TCP on this node does so by IPv6 alone.", problem: true},
 		"an endpoint that differs from others": {reality: Reality{Endpoints: listeners(reality.Listening{Addr: endpoint, Protocol: plan.TCP, Pod: true}, reality.Listening{Addr: gone, Protocol: plan.TCP, Pod: true, Listens: true})},
 			check: "listeners at endpoints: problem: nothing listens at 1 of 2 that are known on this node",
 			what:  "Endpoint 10.244.0.8:8080 gets traffic, but refuses it: nothing listens at port 8080/TCP in its Pod.",

@@ -48,7 +48,7 @@ func (c *checks) endpoints(ctx context.Context) error {
 
 // reason is the same for endpoints that refuse what they get for the same reason.
 func reason(l reality.Listening) string {
-	l.Addr = netip.AddrPortFrom(netip.Addr{}, l.Addr.Port())
+	l.Addr = netip.AddrPortFrom(netip.IPv4Unspecified(), l.Addr.Port()) // which matters
 	return fmt.Sprint(l)
 }
 

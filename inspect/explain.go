@@ -103,7 +103,7 @@ func (n *Node) Explain(svc plan.Service) (*Explanation, error) {
 	if err != nil || !d.Exists {
 		// A file may have the Service, and a reason why it is not used.
 		if of := n.findingsOf(svc); len(of) > 0 {
-			c := &diagnosis{Node: n, d: &proxier.Description{Service: svc, Exists: true, Findings: of}, listed: map[string]bool{}}
+			c := &diagnosis{Node: n, d: &proxier.Description{Service: svc, Exists: true, Findings: of}, list: []Diagnosis{}, listed: map[string]bool{}}
 			c.service()
 			c.objects()
 			if own.Partial {
