@@ -117,7 +117,7 @@ const (
 // checkTime bounds the time of all checks of one explanation.
 const checkTime = 3 * time.Second
 
-// A check that applies says what it finds under its name, and an error is why it could find out nothing.
+// check is one thing to look at. If it applies, look says what it finds, under its name; its error is why it could find out nothing.
 type check struct {
 	name    string
 	applies bool
@@ -148,8 +148,8 @@ func (n *Node) Check(ctx context.Context, e *Explanation) {
 	}
 	ctx, cancel := context.WithTimeout(ctx, checkTime)
 	defer cancel()
-	c := checks{reality: n.Reality, svc: plan.Service{Namespace: e.Namespace, Name: e.Name}, ports: e.described.ServicePorts, frontends: e.described.Frontends,
-		nowhere: map[netip.Addr]bool{}, masqueradeAll: e.masqueradeAll, now: time.Now()}
+	c := checks{reality: n.Reality, svc: plan.Service{Namespace: e.Namespace, Name: e.Name}, ports: e.described.ServicePorts,
+		frontends: e.described.Frontends, nowhere: map[netip.Addr]bool{}, masqueradeAll: e.masqueradeAll, now: time.Now()}
 	for _, sp := range c.ports {
 		for _, ep := range e.described.Endpoints(sp.Key) {
 			c.nowhere[ep.Addr.Addr()] = ep.Node == ""

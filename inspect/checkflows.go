@@ -58,7 +58,9 @@ func (c *checks) flows(ctx context.Context) error {
 			current[ex.Addr] = true
 		}
 	}
-	endpoints := slices.SortedFunc(maps.Keys(flows), func(a, b netip.AddrPort) int { return cmp.Or(cmp.Compare(flows[b].Open, flows[a].Open), a.Compare(b)) })
+	endpoints := slices.SortedFunc(maps.Keys(flows), func(a, b netip.AddrPort) int {
+		return cmp.Or(cmp.Compare(flows[b].Open, flows[a].Open), a.Compare(b))
+	})
 	total, stale := 0, 0
 	result := ok
 	var each, gone []string

@@ -364,7 +364,8 @@ func (c *diagnosis) endpoints(sp *plan.ServicePort, node plan.Node) {
 			"All endpoints are terminating and serve no longer, so connections are refused%s.", c.name(sp))
 		return
 	case len(unready) > 0:
-		c.add(note, SomeEndpointsDown, pods, "Not ready, and so without traffic, %s %d of %d endpoints%s: %s.", are(len(unready)), len(unready), len(list), c.name(sp), some(words(unready, called)))
+		c.add(note, SomeEndpointsDown, pods, "Not ready, and so without traffic, %s %d of %d endpoints%s: %s.",
+			are(len(unready)), len(unready), len(list), c.name(sp), some(words(unready, called)))
 	}
 	if published := only(list, func(ep topology.Endpoint) bool { return ep.Ready && !ep.Serving }); len(published) > 0 {
 		why := either(c.d.PublishNotReady, " (spec.publishNotReadyAddresses)", "")

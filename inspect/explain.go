@@ -196,8 +196,9 @@ func conditions(ep topology.Endpoint) []string {
 }
 
 func (u uses) explain(ep topology.Endpoint) Endpoint {
-	hints := slices.Concat(words(ep.ForNodes, func(n string) string { return "node " + n }), words(ep.ForZones, func(z string) string { return "zone " + z }))
-	return Endpoint{Address: ep.Addr.String(), Pod: ep.Pod, Node: ep.Node, Zone: ep.Zone, Conditions: conditions(ep), Hints: hints,
+	nodes := words(ep.ForNodes, func(n string) string { return "node " + n })
+	zones := words(ep.ForZones, func(z string) string { return "zone " + z })
+	return Endpoint{Address: ep.Addr.String(), Pod: ep.Pod, Node: ep.Node, Zone: ep.Zone, Conditions: conditions(ep), Hints: slices.Concat(nodes, zones),
 		UsedFor: u.used[ep.Addr], Unused: u.unused[ep.Addr]}
 }
 

@@ -258,8 +258,8 @@ func (s *Sync) why() string {
 
 func inputText(in proxier.Input) string {
 	part := func(n int, noun string) string { return when(n > 0, counted(n, noun)) }
-	return joined(", ", part(in.Services, "Service"), part(in.EndpointSlices, "EndpointSlice"), part(in.Nodes, "Node"), part(in.ServiceCIDRs, "ServiceCIDR"),
-		when(in.Gone > 0, fmt.Sprintf("%d gone", in.Gone)))
+	return joined(", ", part(in.Services, "Service"), part(in.EndpointSlices, "EndpointSlice"), part(in.Nodes, "Node"),
+		part(in.ServiceCIDRs, "ServiceCIDR"), when(in.Gone > 0, fmt.Sprintf("%d gone", in.Gone)))
 }
 
 // servicesText names the first few Services, and counts the others: "default/web (new), default/db and 7 more".
@@ -305,7 +305,8 @@ func seconds(s float64) string {
 }
 
 func writtenText(kinds map[string]int) string {
-	return strings.Join(words(slices.Sorted(maps.Keys(kinds)), func(k string) string { return counted(kinds[k], strings.ReplaceAll(k, "_", " ")) }), ", ")
+	of := func(kind string) string { return counted(kinds[kind], strings.ReplaceAll(kind, "_", " ")) }
+	return strings.Join(words(slices.Sorted(maps.Keys(kinds)), of), ", ")
 }
 
 // result says how a sync ended.

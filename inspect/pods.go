@@ -20,7 +20,8 @@ func (c *diagnosis) podsOf() (here, elsewhere []*v1.Pod, known bool) {
 	if c.readPods != nil {
 		list, err := c.readPods(c.d.Service.Namespace)
 		c.podsKnown, c.readPods = err == nil, nil
-		list = slices.SortedFunc(slices.Values(list), func(a, b *v1.Pod) int { return strings.Compare(a.Namespace+"/"+a.Name, b.Namespace+"/"+b.Name) })
+		byName := func(a, b *v1.Pod) int { return strings.Compare(a.Namespace+"/"+a.Name, b.Namespace+"/"+b.Name) }
+		list = slices.SortedFunc(slices.Values(list), byName)
 		own := func(p *v1.Pod) bool { return p.Namespace == c.d.Service.Namespace }
 		c.podsHere, c.podsElsewhere = only(list, own), only(list, func(p *v1.Pod) bool { return !own(p) })
 	}
@@ -142,7 +143,8 @@ func (c *diagnosis) noPods(sp *plan.ServicePort) bool {
 		}
 		return false // The controller has yet to follow.
 	}
-	lead := "The Service has no endpoints, so " + either(sp == nil, "its name has no addresses in DNS: ", "connections are refused: ") // Whatever the port: it is said once.
+	// Whatever the port: it is said once.
+	lead := "The Service has no endpoints, so " + either(sp == nil, "its name has no addresses in DNS: ", "connections are refused: ")
 	nearly, near := c.nearly(here)
 	rest, which := withoutSet(c.d.Selector)
 	ofRest, others := selected(rest, here), selected(c.d.Selector, elsewhere)

@@ -135,7 +135,8 @@ type SourceStatus struct {
 // Status returns how this nodeproxy fares. What takes long is left out once ctx has ended.
 func (n *Node) Status(ctx context.Context) *Status {
 	self, now := n.Self(), time.Now()
-	s := &Status{Program: self.Program, Mode: n.Mode, Variant: self.Variant, Families: words(self.Families, plan.Family.String), Unserved: words(self.Unserved, plan.Family.String),
+	s := &Status{Program: self.Program, Mode: n.Mode, Variant: self.Variant,
+		Families: words(self.Families, plan.Family.String), Unserved: words(self.Unserved, plan.Family.String),
 		Started: self.Started, Now: now, Missing: append([]Missing{}, self.Missing...), Ready: len(self.Missing) == 0,
 		Neighbours: append([]Neighbour{}, self.Neighbours...), Refused: []string{}, Wrong: []string{}, WaitingSeconds: self.Waited.Seconds()}
 	n.View(func(state *proxier.State) {

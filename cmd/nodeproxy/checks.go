@@ -176,8 +176,8 @@ func (d *daemon) settings() (settings plan.Settings, own plan.Node) {
 	return settings, own
 }
 
-// findPods says what packets of this node's Pods are like, where Pods are recognised by their addresses, and where those of one come from that is an endpoint;
-// of which the address is invalid if there is none.
+// findPods says what packets of this node's Pods are like, where Pods are recognised by their addresses, and where those of one come from that
+// is an endpoint. Its address is invalid if there is none.
 func (o *observer) findPods() (like blocking.Node, one reality.Origin) {
 	const most, mostSeen = 32, 10000 // that are tried, and that are looked at
 	here := map[plan.Family][]netip.Addr{}

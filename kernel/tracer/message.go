@@ -38,7 +38,8 @@ func parseMessage(h netlink.Header, body []byte) (m message, ok bool) {
 	attrs := netlink.ByType(body[headerLen:])
 	number := func(kind uint16) uint32 { return uint32(netlink.BigEndian(attrs[kind])) }
 	m = message{
-		family: body[0], id: number(unix.NFTA_TRACE_ID), table: netlink.Text(attrs[unix.NFTA_TRACE_TABLE]), chain: netlink.Text(attrs[unix.NFTA_TRACE_CHAIN]),
+		family: body[0], id: number(unix.NFTA_TRACE_ID),
+		table: netlink.Text(attrs[unix.NFTA_TRACE_TABLE]), chain: netlink.Text(attrs[unix.NFTA_TRACE_CHAIN]),
 		kind: number(unix.NFTA_TRACE_TYPE), handle: netlink.BigEndian(attrs[unix.NFTA_TRACE_RULE_HANDLE]),
 		in: number(unix.NFTA_TRACE_IIF), out: number(unix.NFTA_TRACE_OIF),
 	}

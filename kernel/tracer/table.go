@@ -141,7 +141,8 @@ func (f Flow) begins() []expr.Any {
 		const firstChunk, initChunk = 12, 1
 		return []expr.Any{load(expr.PayloadBaseTransportHeader, firstChunk, 1), is(initChunk)}
 	}
-	return []expr.Any{&expr.Ct{Key: expr.CtKeySTATE, Register: 1}, masked(binary.NativeEndian.AppendUint32(nil, ctNew|ctUntracked)...), isNot(0, 0, 0, 0)}
+	states := binary.NativeEndian.AppendUint32(nil, ctNew|ctUntracked)
+	return []expr.Any{&expr.Ct{Key: expr.CtKeySTATE, Register: 1}, masked(states...), isNot(0, 0, 0, 0)}
 }
 
 // ErrBusy is the error while another process follows packets of the same address family.

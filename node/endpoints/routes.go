@@ -45,7 +45,8 @@ func See(sysctls string) *View {
 	return v
 }
 
-// leave returns the route for packets to an address, and the interface by which they leave; false if that is not a single one, or the address is this node's.
+// leave returns the route for packets to an address, and the interface by which they leave; false if that is not a single one, or the address is
+// this node's.
 func (v *View) leave(to netip.Addr, w host.Way) (r host.Route, by host.Link, one bool) {
 	r, err := host.RouteTo(to, w)
 	if err != nil || r.Local || len(r.Links) != 1 {
@@ -159,8 +160,9 @@ func (l *lookout) endpoint(a netip.Addr, r host.Route, link host.Link) error {
 	if r.Via.IsValid() && link.Name == l.Uplink && r.Via == l.gateway {
 		note(&l.ways.ByDefault, a, fmt.Sprintf("%s by %s", r.Via, link.Name))
 	}
-	if _, by, one := l.leave(somewhere, host.Way{From: a, In: link.Index}); one && a.Is4() && l.Uplink != "" && by.Name != l.Uplink && by.Name != link.Name {
-		note(&l.ways.Astray, a, by.Name)
+	_, back, one := l.leave(somewhere, host.Way{From: a, In: link.Index})
+	if by := back.Name; one && a.Is4() && l.Uplink != "" && by != l.Uplink && by != link.Name {
+		note(&l.ways.Astray, a, by)
 	}
 	if l.silent[host.Neighbour{Link: link.Index, Addr: hop}] {
 		note(&l.ways.Silent, a, fmt.Sprintf("%s at %s", hop, link.Name))
@@ -418,7 +420,8 @@ func (v *View) Outward(some func(netip.Addr) bool) (map[netip.Addr]string, error
 	out := map[netip.Addr]string{}
 	for _, a := range list {
 		l := v.links[a.Index]
-		outward := slices.Contains([]string{"device", "bond", "team", "vlan"}, l.Kind) || l.Name == v.Uplink // That of a node in a container is one end of a pair.
+		// The uplink of a node in a container is one end of a pair.
+		outward := slices.Contains([]string{"device", "bond", "team", "vlan"}, l.Kind) || l.Name == v.Uplink
 		if outward && l.Name != "lo" && l.Up && a.Addr.IsGlobalUnicast() && some(a.Addr) {
 			out[a.Addr] = l.Name
 		}
