@@ -160,9 +160,11 @@ func (l *lookout) endpoint(a netip.Addr, r host.Route, link host.Link) error {
 	if r.Via.IsValid() && link.Name == l.Uplink && r.Via == l.gateway {
 		note(&l.ways.ByDefault, a, fmt.Sprintf("%s by %s", r.Via, link.Name))
 	}
-	_, back, one := l.leave(somewhere, host.Way{From: a, In: link.Index})
-	if by := back.Name; one && a.Is4() && l.Uplink != "" && by != l.Uplink && by != link.Name {
-		note(&l.ways.Astray, a, by)
+	if back, err := host.RouteTo(somewhere, host.Way{From: a, In: link.Index}); a.Is4() && err == nil && len(back.Links) == 1 && l.Uplink != "" {
+		by := l.links[back.Links[0]].Name // That of a route to this node itself is lo.
+		if by != l.Uplink && by != link.Name {
+			note(&l.ways.Astray, a, by)
+		}
 	}
 	if l.silent[host.Neighbour{Link: link.Index, Addr: hop}] {
 		note(&l.ways.Silent, a, fmt.Sprintf("%s at %s", hop, link.Name))

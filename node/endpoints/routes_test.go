@@ -239,6 +239,11 @@ func TestLookOutElsewhere(t *testing.T) {
 	ip(t, "route add default via 203.0.113.9 table 100", "rule add from 10.244.0.0/16 table 100")
 	want.astray = map[netip.Addr]string{here: "out", elsewhere: "out", strange: "out"}
 	look("with a rule for what comes from Pods")
+	ip(t, "route replace local default dev lo table 100")
+	want.astray = map[netip.Addr]string{here: "lo", elsewhere: "lo", strange: "lo"}
+	look("with a rule by which this node keeps what comes from Pods, as one for a transparent proxy that lacks its mark")
+	ip(t, "route flush table 100", "route add default via 203.0.113.9 table 100")
+	want.astray = map[netip.Addr]string{here: "out", elsewhere: "out", strange: "out"}
 	ip(t, "rule add fwmark 7 table main")
 	want.marked = true
 	look("with a rule for marks")
