@@ -346,7 +346,7 @@ func sysctl(path ...string) (value string, known bool) {
 func (v *View) Detour(from, to netip.Addr) string {
 	_, back, known := v.leave(from, host.Way{})
 	own, by, one := v.leave(to, host.Way{})
-	if !known || !one {
+	if !known || !one || back.Name == "" || by.Name == "" { // Of an interface that is newer than the view, nothing is known.
 		return ""
 	}
 	say := func(r host.Route, by host.Link) string {

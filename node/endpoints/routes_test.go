@@ -322,4 +322,11 @@ func TestDetour(t *testing.T) {
 			t.Errorf("from %s: %q, want %q", from, got, want)
 		}
 	}
+	before := See("/proc/sys")
+	ip(t, "link add pod2 type veth peer name other", "link set pod2 up", "link set other up", "route add 10.244.1.8/32 dev pod2")
+	for _, way := range [][]netip.Addr{addrs("192.0.2.7", "10.244.1.8"), addrs("10.244.1.8", "192.0.2.7")} {
+		if got := before.Detour(way[0], way[1]); got != "" {
+			t.Errorf("to or from a Pod that came later: %q", got)
+		}
+	}
 }
