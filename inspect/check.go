@@ -36,13 +36,13 @@ type Reality struct {
 	// Listeners returns the conflicts of all Services with programs that listen on the node.
 	Listeners func() []source.Finding
 	// Blocking returns rules of other programs that may keep packets from the ServicePorts, in words; within says whether those in Pods were looked at.
-	Blocking func(ctx context.Context, ports []*plan.ServicePort) (list []Blocking, within bool, err error)
+	Blocking func(ctx context.Context, ports []*plan.ServicePort) (list []reality.Blocking, within bool, err error)
 	// Endpoints returns what is known of listeners at the endpoints of ServicePorts that are on this node; nothing of those where that can't be known.
-	Endpoints func(ctx context.Context, ports []*plan.ServicePort) ([]Listening, error)
+	Endpoints func(ctx context.Context, ports []*plan.ServicePort) ([]reality.Listening, error)
 	// Reverse returns what the kernel does with the answers of endpoints for the interfaces by which they come.
-	Reverse func(ctx context.Context, endpoints []netip.Addr) (*Reverse, error)
+	Reverse func(ctx context.Context, endpoints []netip.Addr) (*reality.Reverse, error)
 	// Ways returns what the kernel does with packets to addresses of a Service.
-	Ways func(ctx context.Context, to Places) (*Ways, error)
+	Ways func(ctx context.Context, to reality.Places) (*reality.Ways, error)
 	// Watches returns how current the objects are.
 	Watches func() []source.Watch
 }
@@ -62,25 +62,6 @@ type Flows struct {
 	Open, Unanswered int
 	Clients          []netip.Addr
 }
-
-type (
-	// Places is reality.Places.
-	Places = reality.Places
-	// Ways is reality.Ways.
-	Ways = reality.Ways
-	// Unrouted is reality.Unrouted.
-	Unrouted = reality.Unrouted
-	// Listening is reality.Listening.
-	Listening = reality.Listening
-	// Attachment is reality.Attachment.
-	Attachment = reality.Attachment
-	// Filtered is reality.Filtered.
-	Filtered = reality.Filtered
-	// Reverse is reality.Reverse.
-	Reverse = reality.Reverse
-	// Blocking is reality.Blocking.
-	Blocking = reality.Blocking
-)
 
 // Check is one thing that was looked at on the node.
 type Check struct {
@@ -136,38 +117,59 @@ const (
 // checkTime bounds the time of all checks of one explanation.
 const checkTime = 3 * time.Second
 
-// Check looks at the node, and adds what it finds to an explanation.
+// check is one thing to look at. If it applies, look says what it finds, under its name; its error is why it could find out nothing.
+type check struct {
+	name    string
+	applies bool
+	look    func(*checks, context.Context) error
+}
+
+// checks returns what can be looked at, in the order in which it is told: some of it for a Service that is proxied alone.
+func (r *Reality) checks(service bool) []check {
+	return []check{
+		{"rules in the kernel", r.Kernel != nil && service, (*checks).kernel},
+		{"changes by other programs", r.Changed != nil, (*checks).changed},
+		{"traffic", r.Traffic != nil && service, (*checks).traffic},
+		{"connections", r.Flows != nil && service, (*checks).flows},
+		{"connection tracking", r.Tracked != nil, (*checks).tracked},
+		{"listeners on the node", r.Listeners != nil && service, (*checks).listeners},
+		{"rules of other programs", r.Blocking != nil && service, (*checks).blocking},
+		{"listeners at endpoints", r.Endpoints != nil && service, (*checks).endpoints},
+		{"routes to endpoints", r.Ways != nil && service, (*checks).ways},
+		{"reverse path filter", r.Reverse != nil && service, (*checks).reverse},
+		{"API server", r.Watches != nil, (*checks).watches},
+	}
+}
+
+// Check looks at the node, and adds what it finds to an explanation that Explain has returned.
 func (n *Node) Check(ctx context.Context, e *Explanation) {
 	if n.Reality == nil {
 		return
 	}
 	ctx, cancel := context.WithTimeout(ctx, checkTime)
 	defer cancel()
-	svc := plan.Service{Namespace: e.Namespace, Name: e.Name}
-	var ports []*plan.ServicePort
-	var frontends map[netip.AddrPort]proxier.Owned
-	masqueradeAll, nowhere := false, map[netip.Addr]bool{}
-	n.View(func(s *proxier.State) {
-		masqueradeAll = s.Plan().Settings.MasqueradeAll
-		if d, found := s.Describe(svc); found {
-			ports, frontends = d.ServicePorts, d.Frontends
-			for _, sp := range ports {
-				for _, ep := range d.Endpoints(sp.Key) {
-					nowhere[ep.Addr.Addr()] = ep.Node == ""
-				}
-			}
+	c := checks{reality: n.Reality, svc: plan.Service{Namespace: e.Namespace, Name: e.Name}, ports: e.described.ServicePorts,
+		frontends: e.described.Frontends, nowhere: map[netip.Addr]bool{}, masqueradeAll: e.masqueradeAll, now: time.Now()}
+	for _, sp := range c.ports {
+		for _, ep := range e.described.Endpoints(sp.Key) {
+			c.nowhere[ep.Addr.Addr()] = ep.Node == ""
 		}
-	})
-	c := &checks{reality: n.Reality, svc: svc, ports: ports, frontends: frontends, nowhere: nowhere, masqueradeAll: masqueradeAll, now: time.Now()}
-	all := []func(*checks, context.Context){(*checks).kernel, (*checks).traffic, (*checks).flows, (*checks).tracked, (*checks).listeners, (*checks).blocking,
-		(*checks).endpoints, (*checks).ways, (*checks).reverse, (*checks).watches}
+	}
+	all := n.Reality.checks(len(c.ports) > 0)
 	each := make([]checks, len(all))
 	var wg sync.WaitGroup
 	for i, check := range all {
-		each[i] = *c
+		if !check.applies {
+			continue
+		}
+		one := &each[i]
+		*one = c
+		one.name = check.name
 		wg.Go(func() {
-			defer each[i].survive()
-			check(&each[i], ctx)
+			defer one.survive()
+			if err := check.look(one, ctx); err != nil {
+				one.found(unknown, "%v", err)
+			}
 		})
 	}
 	wg.Wait()
@@ -176,46 +178,51 @@ func (n *Node) Check(ctx context.Context, e *Explanation) {
 		e.Diagnoses = append(e.Diagnoses, one.diagnoses...)
 	}
 	weigh(e)
-	if slices.ContainsFunc(e.Diagnoses, func(d Diagnosis) bool { return d.Severity == problem && causes[d.Code] }) { // It says why.
-		e.Diagnoses = slices.DeleteFunc(e.Diagnoses, func(d Diagnosis) bool { return d.Code == Unanswered })
-	}
-	if slices.ContainsFunc(e.Diagnoses, func(d Diagnosis) bool { return d.Severity == problem && d.Code == Unanswered }) {
-		for _, one := range each {
-			e.Diagnoses = append(e.Diagnoses, one.suspects...)
-		}
-	}
-	slices.SortStableFunc(e.Diagnoses, func(a, b Diagnosis) int { return -cmp.Compare(a.Severity, b.Severity) })
 }
 
+// The severities of diagnoses while they are weighed.
+const (
+	// suspected is what is said where connections have no answer and nothing else says why. It comes last.
+	suspected = "if unanswered"
+	// explained is what follows from something else, and is not said.
+	explained = "explained"
+)
+
 // weigh gives diagnoses their weight beside others: what may be means more where connections have no answer, and what follows from something else is not
-// said.
+// said. The worst come first.
 func weigh(e *Explanation) {
 	of := func(code string) (out []*Diagnosis) {
 		for i := range e.Diagnoses {
-			if e.Diagnoses[i].Code == code {
-				out = append(out, &e.Diagnoses[i])
+			if d := &e.Diagnoses[i]; d.Code == code && d.Severity != suspected && d.Severity != explained {
+				out = append(out, d)
 			}
 		}
 		return out
 	}
+	is := func(code, severity string) bool {
+		return slices.ContainsFunc(of(code), func(d *Diagnosis) bool { return d.Severity == severity })
+	}
+	set := func(severity string, codes ...string) {
+		for _, code := range codes {
+			for _, d := range of(code) {
+				d.Severity = severity
+			}
+		}
+	}
 	if long, dropped := of(LongPackets), of(ICMPDropped); len(long) > 0 && len(dropped) > 0 {
 		long[0].Severity, dropped[0].Severity = problem, problem
 	}
-	if slices.ContainsFunc(of(Unanswered), func(d *Diagnosis) bool { return d.Severity == problem }) {
-		for _, d := range slices.Concat(of(LeavesNode), of(AnswersAstray)) {
-			d.Severity = problem
-		}
+	if is(Unanswered, problem) {
+		set(problem, LeavesNode, AnswersAstray)
 	}
-	if slices.ContainsFunc(of(Untracked), func(d *Diagnosis) bool { return d.Severity == note }) { // A program of this node is meant to answer there.
-		for _, d := range of(PortConflict) {
-			d.Severity = note
-		}
+	if is(Untracked, note) { // A program of this node is meant to answer there.
+		set(note, PortConflict)
 	}
-	var explained []*Diagnosis
+	connected := of(StaleConnections)
 	for _, d := range of(Diverted) { // By the connections, the rule does decide.
-		for _, stale := range of(StaleConnections) {
+		for _, stale := range connected {
 			if d.Do == byLeftovers && slices.ContainsFunc(d.about, func(a netip.Addr) bool { return slices.Contains(stale.about, a) }) {
-				d.Severity, explained = problem, append(explained, stale)
+				d.Severity, stale.Severity = problem, explained
 				d.What += " Connections to that address show that it does."
 			}
 		}
@@ -226,21 +233,25 @@ func weigh(e *Explanation) {
 	}
 	for _, silent := range of(NoNeighbour) {
 		if len(silent.about) > 0 && !slices.ContainsFunc(silent.about, func(a netip.Addr) bool { return !slices.Contains(detached, a) }) {
-			explained = append(explained, silent)
+			silent.Severity = explained
 		}
 	}
 	for _, d := range of(ICMPDropped) {
 		if d.Severity != problem {
-			explained = append(explained, d)
+			d.Severity = explained
 		}
 	}
-	var rest []Diagnosis
+	if slices.ContainsFunc(e.Diagnoses, func(d Diagnosis) bool { return d.Severity == problem && causes[d.Code] }) { // It says why.
+		set(explained, Unanswered)
+	}
+	silent := is(Unanswered, problem)
+	e.Diagnoses = slices.DeleteFunc(e.Diagnoses, func(d Diagnosis) bool { return d.Severity == explained || d.Severity == suspected && !silent })
+	worstFirst(e.Diagnoses)
 	for i := range e.Diagnoses {
-		if !slices.Contains(explained, &e.Diagnoses[i]) {
-			rest = append(rest, e.Diagnoses[i])
+		if e.Diagnoses[i].Severity == suspected {
+			e.Diagnoses[i].Severity = note
 		}
 	}
-	e.Diagnoses = rest
 }
 
 // causes are the codes of what has connections without an answer.
@@ -249,8 +260,9 @@ var causes = map[string]bool{
 	AnswersFiltered: true, EndpointStuck: true, EndpointIsService: true, PodGone: true, SharedAddress: true, Detached: true, DifferentMTU: true, WrongNeighbour: true, AnswersAstray: true, LeavesNode: true, ShutByIPsec: true,
 }
 
-// checks collects what is found about one Service.
+// checks collects what one check finds about one Service.
 type checks struct {
+	name    string // of the check
 	reality *Reality
 	svc     plan.Service
 	ports   []*plan.ServicePort
@@ -263,18 +275,20 @@ type checks struct {
 	now           time.Time
 	list          []Check
 	diagnoses     []Diagnosis
-	// suspects are said where connections have no answer and nothing else says why.
-	suspects []Diagnosis
 }
 
 // survive must be deferred: a check reads what other programs have written, and a fault in that must not end the proxy.
 func (c *checks) survive() {
 	if fault := recover(); fault != nil {
-		c.found("checks", unknown, "one of them failed: %v", fault)
+		c.foundIn("checks", unknown, "one of them failed: %v", fault)
 	}
 }
 
-func (c *checks) found(name, result, format string, args ...any) {
+func (c *checks) found(result, format string, args ...any) {
+	c.foundIn(c.name, result, format, args...)
+}
+
+func (c *checks) foundIn(name, result, format string, args ...any) {
 	c.list = append(c.list, Check{name, result, fmt.Sprintf(format, args...)})
 }
 
@@ -285,85 +299,71 @@ func (c *checks) diagnose(severity, code, do, what string, args ...any) {
 // about says which addresses the last diagnosis is about.
 func (c *checks) about(list ...netip.Addr) { c.diagnoses[len(c.diagnoses)-1].about = list }
 
-func (c *checks) suspect(code, do, what string, args ...any) {
-	c.suspects = append(c.suspects, Diagnosis{Severity: note, Code: code, What: fmt.Sprintf(what, args...), Do: do})
-}
+// any reports whether a ServicePort of the Service is such a one.
+func (c *checks) any(is func(*plan.ServicePort) bool) bool { return slices.ContainsFunc(c.ports, is) }
 
 // ago is such as "3s ago".
 func (c *checks) ago(t time.Time) string { return duration.HumanDuration(c.now.Sub(t)) + " ago" }
 
 // kernel is about what the kernel holds.
-func (c *checks) kernel(ctx context.Context) {
-	const name = "rules in the kernel"
-	if c.reality.Kernel != nil && len(c.ports) > 0 {
-		things, differ, err := c.reality.Kernel(ctx, c.svc)
-		switch {
-		case err != nil:
-			c.found(name, unknown, "%v", err)
-		case len(differ) > 0:
-			c.found(name, problem, "%d of %d are not as written: %s", len(differ), things, some(differ))
-			c.diagnose(problem, NotInKernel, "wait a moment, as nodeproxy writes them again; if it stays so, its log says why it can't",
-				"The kernel does not hold what was programmed: another program has changed it (%s).", some(differ))
-		default:
-			c.found(name, ok, "all %d are as written", things)
-		}
+func (c *checks) kernel(ctx context.Context) error {
+	things, differ, err := c.reality.Kernel(ctx, c.svc)
+	switch {
+	case err != nil:
+		return err
+	case len(differ) > 0:
+		c.found(problem, "%d of %d are not as written: %s", len(differ), things, some(differ))
+		c.diagnose(problem, NotInKernel, "wait a moment, as nodeproxy writes them again; if it stays so, its log says why it can't",
+			"The kernel does not hold what was programmed: another program has changed it (%s).", some(differ))
+	default:
+		c.found(ok, "all %d are as written", things)
 	}
-	if c.reality.Changed == nil {
-		return
-	}
+	return nil
+}
+
+// changed is about what other programs changed lately.
+func (c *checks) changed(context.Context) error {
 	list := c.reality.Changed()
 	if len(list) == 0 {
-		return
+		return nil
 	}
 	last := list[len(list)-1]
 	severity, state := note, "nodeproxy has written it again"
 	if !last.Repaired {
 		severity, state = problem, "nodeproxy could not write it again yet"
 	}
-	times := ""
-	if len(list) > 1 {
-		times = fmt.Sprintf(", the last of %d times within %s", len(list), duration.HumanDuration(c.now.Sub(list[0].When)))
-	}
+	times := when(len(list) > 1, fmt.Sprintf(", the last of %d times within %s", len(list), duration.HumanDuration(c.now.Sub(list[0].When))))
 	if len(list) >= 3 {
 		severity = problem
 	}
-	c.found("changes by other programs", severity, "%s%s: %s", c.ago(last.When), times, last.What)
+	c.found(severity, "%s%s: %s", c.ago(last.When), times, last.What)
 	c.diagnose(severity, ChangedByOthers, "find the program that does this, if connections failed then",
 		"Another program changed what nodeproxy had programmed, %s%s, and %s: %s.", c.ago(last.When), times, state, last.What)
+	return nil
 }
 
 // StaleAfter is the age from which what is known counts as out of date, as in /readyz.
 const StaleAfter = 5 * time.Minute
 
 // watches is about the connection to the API server.
-func (c *checks) watches(context.Context) {
-	if c.reality.Watches == nil {
-		return
+func (c *checks) watches(context.Context) error {
+	list := c.reality.Watches()
+	if len(list) == 0 {
+		return nil
 	}
-	const name = "API server"
-	var oldest *source.Watch
-	for _, w := range c.reality.Watches() {
-		if oldest == nil || w.Age > oldest.Age {
-			oldest = &w
-		}
-	}
-	if oldest == nil {
-		return
-	}
-	age, why := duration.HumanDuration(oldest.Age), ""
-	if oldest.Failure != "" {
-		why = ": " + oldest.Failure
-	}
+	oldest := slices.MaxFunc(list, func(a, b source.Watch) int { return cmp.Compare(a.Age, b.Age) })
+	age, why := duration.HumanDuration(oldest.Age), with(": ", oldest.Failure)
 	switch {
 	case oldest.Age >= StaleAfter:
-		c.found(name, problem, "silent for %s about %s%s", age, oldest.Resource, why)
+		c.found(problem, "silent for %s about %s%s", age, oldest.Resource, why)
 		c.diagnose(problem, APIServerAway, "see whether the API server runs and can be reached from this node; what was known last stays in force until then",
 			"The API server has sent nothing about %s for %s, so what this node knows may be out of date%s.", oldest.Resource, age, why)
 	case oldest.Failure != "":
-		c.found(name, note, "heard %s ago%s", age, why)
+		c.found(note, "heard %s ago%s", age, why)
 		c.diagnose(note, APIServerAway, "see whether the API server runs and can be reached from this node",
 			"The API server does not answer now, and was heard %s ago%s.", age, why)
 	default:
-		c.found(name, ok, "heard %s ago", age)
+		c.found(ok, "heard %s ago", age)
 	}
+	return nil
 }

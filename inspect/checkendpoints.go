@@ -5,141 +5,122 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"strings"
 
+	"nodeproxy/inspect/reality"
 	"nodeproxy/plan"
 )
 
-// endpoints is about what listens at the endpoints that are on this node.
-func (c *checks) endpoints(ctx context.Context) {
-	if c.reality.Endpoints == nil || len(c.ports) == 0 {
-		return
-	}
-	const name = "listeners at endpoints"
+// endpoints is about what listens at the endpoints that are on this node. Nothing is said if there are none, or nothing can be known of them.
+func (c *checks) endpoints(ctx context.Context) error {
 	list, err := c.reality.Endpoints(ctx, c.ports)
 	if err != nil {
-		c.found(name, unknown, "%v", err)
-		return
-	}
-	if len(list) == 0 { // None is on this node, or nothing can be known of it.
-		return
+		return err
 	}
 	badly := c.attachments(list)
-	if list = slices.DeleteFunc(list, func(l Listening) bool { return badly[l.Addr.Addr()] }); len(list) == 0 {
-		return
+	if list = slices.DeleteFunc(list, func(l reality.Listening) bool { return badly[l.Addr.Addr()] }); len(list) == 0 {
+		return nil
 	}
-	var refusing []Listening
+	var refusing []reality.Listening
 	for _, l := range list {
 		if _, is := c.frontends[l.Addr]; !l.Listens && !is {
 			refusing = append(refusing, l)
 		}
 	}
-	stuck := c.stuck(list)
-	if len(refusing) == 0 && stuck > 0 {
-		c.found(name, problem, "at %d of %d that are known on this node, what listens does not accept", stuck, len(list))
-		return
-	}
-	if len(refusing) == 0 {
-		c.found(name, ok, "something listens at all that are known on this node: %d", len(list))
-		return
-	}
-	severity, n := note, len(refusing)
-	for len(refusing) > 0 { // Those that refuse for the same reason are in one sentence.
-		first, names := refusing[0], []string(nil)
-		refusing = slices.DeleteFunc(refusing, func(l Listening) bool {
-			same := l.Addr.Port() == first.Addr.Port() && l.Protocol == first.Protocol && l.Pod == first.Pod && l.Loopback == first.Loopback && l.OtherFamily == first.OtherFamily && slices.Equal(l.At, first.At) && l.Other == first.Other && slices.Equal(l.Others, first.Others)
-			if same {
-				names = append(names, l.Addr.String())
-			}
-			return same
-		})
-		differs := slices.ContainsFunc(list, func(l Listening) bool {
-			return l.Listens && l.Protocol == first.Protocol && l.Addr.Port() == first.Addr.Port()
-		})
-		if c.refuses(first, names, differs) == problem {
-			severity = problem
+	switch stuck := c.stuck(list); {
+	case len(refusing) > 0:
+		severity := note
+		for _, alike := range grouped(refusing, reason) {
+			first := alike[0]
+			differs := slices.ContainsFunc(list, func(l reality.Listening) bool {
+				return l.Listens && l.Protocol == first.Protocol && l.Addr.Port() == first.Addr.Port()
+			})
+			severity = severer(severity, c.refuses(alike, differs))
 		}
+		c.found(severity, "nothing listens at %d of %d that are known on this node", len(refusing), len(list))
+	case stuck > 0:
+		c.found(problem, "at %d of %d that are known on this node, what listens does not accept", stuck, len(list))
+	default:
+		c.found(ok, "something listens at all that are known on this node: %d", len(list))
 	}
-	c.found(name, severity, "nothing listens at %d of %d that are known on this node", n, len(list))
+	return nil
+}
+
+// reason is the same for endpoints that refuse what they get for the same reason.
+func reason(l reality.Listening) string {
+	l.Addr = netip.AddrPortFrom(netip.IPv4Unspecified(), l.Addr.Port()) // which matters
+	return fmt.Sprint(l)
+}
+
+// grouped puts together what has the same key, in the order of the first of each.
+func grouped[T any, K comparable](list []T, key func(T) K) [][]T {
+	var out [][]T
+	at := map[K]int{}
+	for _, v := range list {
+		i, known := at[key(v)]
+		if !known {
+			i = len(out)
+			at[key(v)], out = i, append(out, nil)
+		}
+		out[i] = append(out[i], v)
+	}
+	return out
 }
 
 // attachments is about Pods that are not attached to this node as they should be. It returns their addresses.
-func (c *checks) attachments(list []Listening) (said map[netip.Addr]bool) {
-	const name = "listeners at endpoints"
+func (c *checks) attachments(list []reality.Listening) (said map[netip.Addr]bool) {
+	const routes = "see the routes in the Pod, which the network plugin makes: nsenter -t PID -n ip route, with the PID of a process of the Pod"
+	unmasqueraded := either(c.any(func(sp *plan.ServicePort) bool { return sp.ExternalPolicy == plan.Local && sp.HasExternal() }), problem, note)
 	said = map[netip.Addr]bool{}
 	for _, l := range list {
 		a, at := l.Addr.Addr(), l.Attachment
-		if !l.Several && at == (Attachment{}) || said[a] {
+		if !l.Several && at == (reality.Attachment{}) || said[a] {
 			continue
 		}
 		said[a] = true
-		wrong := func(code, do, found, what string) {
-			c.found(name, problem, "%s", found)
-			c.diagnose(problem, code, do, "%s", what)
-			c.about(a)
+		wrongs := []struct { // The first that holds is told.
+			holds                           bool
+			severity, code, do, found, what string
+		}{
+			{l.Several, problem, SharedAddress, "see what gives addresses to Pods on this node (the network plugin's IPAM), and delete the Pods that have this one: kubectl get pods -A -o wide | grep -w {address}",
+				"several Pods have the address {address}", "More than one Pod on this node has the address of endpoint {endpoint}, and connections go to one or the other."},
+			{at.Down, problem, Detached, "see which is down, and what has taken it down: ip link; ip link set NAME up",
+				"{link or bridge} is down", "Endpoint {endpoint} is in a Pod whose interface on this node is down ({link or bridge}), and connections that go there fail."},
+			{at.By != "", problem, NoRoute, "see what has made that route, and whether interfaces have the same network: ip addr; ip rule; ip route get {address}",
+				"{address} is at {link}, and not at {by}", "Endpoint {endpoint} is in a Pod of this node, at {port of bridge}, but packets for it leave by {by}, and connections that go there fail."},
+			{at.Loose, problem, Detached, "ip link set {link} master {bridge}, and see what has taken it out; or delete the Pod, so that another takes its place",
+				"{link} is not a port of {bridge}", "Endpoint {endpoint} is in a Pod whose interface on this node, {link}, is not a port of {bridge}, by which packets for it leave, and connections that go there fail."},
+			{at.Wrong != "", problem, WrongNeighbour, "delete the entry, which somebody has made (permanent), and see who: ip neigh show to {address}",
+				"{address} is not at {wrong}", "This node sends what is for endpoint {endpoint} to {wrong}, by an entry of its neighbours that is permanent, but no interface of the Pod has that address, and connections that go there fail."},
+			{at.NoRoute == "" && at.NoDefault != "" && at.MTU == at.OwnMTU, unmasqueraded, NoRoute, routes, "the Pod of {address} has no route to other hosts",
+				"Endpoint {endpoint} is in a Pod that has no route to other hosts ({no default}): what reaches it without being masqueraded, as with externalTrafficPolicy Local, is not answered."},
+			{at.NoRoute != "", problem, NoRoute, routes, "answers of the Pod of {address} do not get here",
+				"Endpoint {endpoint} is in a Pod whose answers do not get to this node ({no route}), and connections from here, the node's own and masqueraded ones, fail."},
+			{true, problem, DifferentMTU, "give both the same MTU, in the configuration of the network plugin", "{link} has an MTU of {mtu}, and its other end {own mtu}",
+				"Endpoint {endpoint} is in a Pod whose interface has an MTU of {own mtu} bytes, while its other end on this node, {link}, has {mtu}: packets longer than the smaller are lost without a word, so that connections begin and then hang."},
 		}
-		fail := ", and connections that go there fail."
-		switch of := "Endpoint " + l.Addr.String(); {
-		case l.Several:
-			wrong(SharedAddress, "see what gives addresses to Pods on this node (the network plugin's IPAM), and delete the Pods that have this one: kubectl get pods -A -o wide | grep -w "+a.String(),
-				fmt.Sprintf("several Pods have the address %s", a), fmt.Sprintf("More than one Pod on this node has the address of endpoint %s, and connections go to one or the other.", l.Addr))
-		case at.Down:
-			which := at.Link
-			if at.Bridge != "" {
-				which += " or its bridge " + at.Bridge
+		fill := strings.NewReplacer("{address}", a.String(), "{endpoint}", l.Addr.String(), "{link}", at.Link, "{bridge}", at.Bridge, "{by}", at.By, "{wrong}", at.Wrong,
+			"{link or bridge}", at.Link+with(" or its bridge ", at.Bridge), "{port of bridge}", at.Link+with(", a port of ", at.Bridge),
+			"{no route}", at.NoRoute, "{no default}", at.NoDefault, "{mtu}", fmt.Sprint(at.MTU), "{own mtu}", fmt.Sprint(at.OwnMTU)).Replace
+		for _, w := range wrongs {
+			if w.holds {
+				c.found(w.severity, "%s", fill(w.found))
+				c.diagnose(w.severity, w.code, fill(w.do), "%s", fill(w.what))
+				c.about(a)
+				break
 			}
-			wrong(Detached, "see which is down, and what has taken it down: ip link; ip link set NAME up",
-				which+" is down", fmt.Sprintf("%s is in a Pod whose interface on this node is down (%s)%s", of, which, fail))
-		case at.By != "":
-			port := ""
-			if at.Bridge != "" {
-				port = ", a port of " + at.Bridge
-			}
-			wrong(NoRoute, fmt.Sprintf("see what has made that route, and whether interfaces have the same network: ip addr; ip rule; ip route get %s", a), fmt.Sprintf("%s is at %s, and not at %s", a, at.Link, at.By),
-				fmt.Sprintf("%s is in a Pod of this node, at %s%s, but packets for it leave by %s%s", of, at.Link, port, at.By, fail))
-		case at.Loose:
-			wrong(Detached, fmt.Sprintf("ip link set %s master %s, and see what has taken it out; or delete the Pod, so that another takes its place", at.Link, at.Bridge),
-				fmt.Sprintf("%s is not a port of %s", at.Link, at.Bridge), fmt.Sprintf("%s is in a Pod whose interface on this node, %s, is not a port of %s, by which packets for it leave%s", of, at.Link, at.Bridge, fail))
-		case at.Wrong != "":
-			wrong(WrongNeighbour, "delete the entry, which somebody has made (permanent), and see who: ip neigh show to "+a.String(), fmt.Sprintf("%s is not at %s", a, at.Wrong),
-				fmt.Sprintf("This node sends what is for endpoint %s to %s, by an entry of its neighbours that is permanent, but no interface of the Pod has that address%s", l.Addr, at.Wrong, fail))
-		case at.NoRoute == "" && at.NoDefault != "" && at.MTU == at.OwnMTU:
-			c.noDefault(l, name)
-		case at.NoRoute != "":
-			wrong(NoRoute, "see the routes in the Pod, which the network plugin makes: nsenter -t PID -n ip route, with the PID of a process of the Pod", fmt.Sprintf("answers of the Pod of %s do not get here", a),
-				fmt.Sprintf("%s is in a Pod whose answers do not get to this node (%s), and connections from here, the node's own and masqueraded ones, fail.", of, at.NoRoute))
-		default:
-			wrong(DifferentMTU, "give both the same MTU, in the configuration of the network plugin", fmt.Sprintf("%s has an MTU of %d, and its other end %d", at.Link, at.MTU, at.OwnMTU),
-				fmt.Sprintf("%s is in a Pod whose interface has an MTU of %d bytes, while its other end on this node, %s, has %d: packets longer than the smaller are lost without a word, so that connections begin and then hang.",
-					of, at.OwnMTU, at.Link, at.MTU))
 		}
 	}
 	return said
 }
 
-// noDefault is about a Pod that answers to this node, and to others only as far as its routes go.
-func (c *checks) noDefault(l Listening, name string) {
-	severity := note
-	if slices.ContainsFunc(c.ports, func(sp *plan.ServicePort) bool { return sp.ExternalPolicy == plan.Local && sp.HasExternal() }) {
-		severity = problem
-	}
-	c.found(name, severity, "the Pod of %s has no route to other hosts", l.Addr.Addr())
-	c.diagnose(severity, NoRoute, "see the routes in the Pod, which the network plugin makes: nsenter -t PID -n ip route, with the PID of a process of the Pod",
-		"Endpoint %s is in a Pod that has no route to other hosts (%s): what reaches it without being masqueraded, as with externalTrafficPolicy Local, is not answered.", l.Addr, l.Attachment.NoDefault)
-}
-
 // stuck is about endpoints whose programs listen and do not take what comes. It returns how many there are.
-func (c *checks) stuck(list []Listening) (n int) {
+func (c *checks) stuck(list []reality.Listening) (n int) {
 	for _, l := range list {
 		if _, is := c.frontends[l.Addr]; l.Waiting == 0 || is {
 			continue
 		}
-		where, what := "on this node", amount(int64(l.Waiting), "connection")
-		if l.Pod {
-			where = "in its Pod"
-		}
-		if l.Protocol == plan.UDP {
-			what = amount(int64(l.Waiting), "byte")
-		}
+		where, what := either(l.Pod, "in its Pod", "on this node"), counted(l.Waiting, either(l.Protocol == plan.UDP, "byte", "connection"))
 		if n++; n <= mostFiltered {
 			c.diagnose(problem, EndpointStuck, "see whether the program hangs or has too much to do, and have its readiness probe ask this port",
 				"Endpoint %s gets traffic, but the program that listens at port %d/%s %s does not take it now, and clients wait. Its queue had %s, and no less a moment later.",
@@ -149,69 +130,46 @@ func (c *checks) stuck(list []Listening) (n int) {
 	return n
 }
 
-// refuses says why endpoints refuse what they get, and returns how bad that is. differs says that something listens at this port of other endpoints.
-func (c *checks) refuses(l Listening, names []string, differs bool) (severity string) {
+// refuses says why endpoints refuse what they get, all for the same reason, and returns how bad that is. differs says that something listens at this port
+// of other endpoints.
+func (c *checks) refuses(alike []reality.Listening, differs bool) (severity string) {
+	l, names := alike[0], words(alike, func(l reality.Listening) string { return l.Addr.String() })
 	severity = problem
-	who, where := "Endpoint "+names[0]+" gets traffic, but refuses it", "on this node"
+	who, where := "Endpoint "+names[0]+" gets traffic, but refuses it", either(l.Pod, "in its Pod", "on this node")
 	if len(names) > 1 {
-		who = "Endpoints " + some(names) + " get traffic, but refuse it"
+		who, where = "Endpoints "+some(names)+" get traffic, but refuse it", either(l.Pod, "in their Pods", "on this node")
 	}
-	if l.Pod {
-		where = "in its Pod"
-		if len(names) > 1 {
-			where = "in their Pods"
-		}
-	}
-	port := fmt.Sprintf("%d/%s", l.Addr.Port(), l.Protocol)
-	if l.Loopback {
-		unless := ""
-		if l.Pod && len(l.Others) > 0 { // A service mesh does that.
-			severity, unless = note, ", unless another program there passes it on"
-		}
-		c.diagnose(severity, EndpointRefuses, "have the program listen at all addresses (0.0.0.0 or ::)",
-			"%s%s: what listens at port %s %s does so at a loopback address alone.", who, unless, port, where)
-		return severity
-	}
-	if len(l.At) > 0 {
-		var list []string
-		for _, a := range l.At {
-			list = append(list, a.String())
-		}
-		c.diagnose(severity, EndpointRefuses, "have the program listen at all addresses (0.0.0.0 or ::), or at this one", "%s: what listens at port %s %s does so at %s alone.", who, port, where, some(list))
-		return severity
-	}
-	if l.OtherFamily {
-		other := plan.IPv6
-		if l.Addr.Addr().Is6() {
-			other = plan.IPv4
-		}
-		c.diagnose(severity, EndpointRefuses, "have the program listen by both families (at ::, without IPV6_V6ONLY), or limit spec.ipFamilies to "+other.String(),
-			"%s: what listens at port %s %s does so by %s alone.", who, port, where, other)
-		return severity
-	}
-	if l.Other != "" {
-		c.diagnose(severity, EndpointRefuses, fmt.Sprintf("set spec.ports[].protocol to %s, and that of the container port", l.Other),
-			"%s: nothing listens at port %s %s, but something does at %d/%s.", who, port, where, l.Addr.Port(), l.Other)
-		return severity
-	}
-	var list []string
-	for _, o := range l.Others {
-		list = append(list, fmt.Sprint(o))
-	}
-	others := ""
+	at := fmt.Sprintf("port %d/%s %s", l.Addr.Port(), l.Protocol, where)
+	alone := func(how string) string { return "what listens at " + at + " does so " + how + " alone" }
+	var do, why string
 	switch {
-	case !l.Pod: // They are those of all programs of the node.
-	case len(list) == 1:
-		others = "; the only port at which anything does is " + list[0]
-	case len(list) > 1:
-		others = "; the ports at which anything does are " + some(list)
+	case l.Loopback:
+		if l.Pod && len(l.Others) > 0 { // A service mesh does that.
+			severity, who = note, who+", unless another program there passes it on"
+		}
+		do, why = "have the program listen at all addresses (0.0.0.0 or ::)", alone("at a loopback address")
+	case len(l.At) > 0:
+		do, why = "have the program listen at all addresses (0.0.0.0 or ::), or at this one", alone("at "+some(words(l.At, netip.Addr.String)))
+	case l.OtherFamily:
+		other := either(l.Addr.Addr().Is6(), plan.IPv4.String(), plan.IPv6.String())
+		do, why = "have the program listen by both families (at ::, without IPV6_V6ONLY), or limit spec.ipFamilies to "+other, alone("by "+other)
+	case l.Other != "":
+		do = fmt.Sprintf("set spec.ports[].protocol to %s, and that of the container port", l.Other)
+		why = fmt.Sprintf("nothing listens at %s, but something does at %d/%s", at, l.Addr.Port(), l.Other)
+	default:
+		do, why = "set spec.ports[].targetPort to the port at which the program listens, or have it listen at this one", "nothing listens at "+at
+		if differs {
+			do = "have its program listen at this port, as those of other endpoints do, or, if it is another app's Pod, have spec.selector leave it out"
+		}
+		switch list := words(l.Others, number); {
+		case !l.Pod: // They are those of all programs of the node.
+		case len(list) == 1:
+			why += "; the only port at which anything does is " + list[0]
+		case len(list) > 1:
+			why += "; the ports at which anything does are " + some(list)
+		}
 	}
-	do := "set spec.ports[].targetPort to the port at which the program listens, or have it listen at this one"
-	if differs {
-		do = "have its program listen at this port, as those of other endpoints do, or, if it is another app's Pod, have spec.selector leave it out"
-	}
-	c.diagnose(severity, EndpointRefuses, do,
-		"%s: nothing listens at port %s %s%s.", who, port, where, others)
+	c.diagnose(severity, EndpointRefuses, do, "%s: %s.", who, why)
 	return severity
 }
 

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 
@@ -11,43 +12,30 @@ import (
 )
 
 // traffic is about counters.
-func (c *checks) traffic(ctx context.Context) {
-	if c.reality.Traffic == nil || len(c.ports) == 0 {
-		return
-	}
-	const name = "traffic"
+func (c *checks) traffic(ctx context.Context) error {
 	all, err := c.reality.Traffic(ctx)
 	if err != nil {
-		c.found(name, unknown, "%v", err)
-		return
+		return err
 	}
 	for _, sp := range c.ports {
-		t, counted := all[sp.Key]
-		if !counted {
+		t, known := all[sp.Key]
+		if !known {
 			continue
 		}
-		port := ""
-		if len(c.ports) > 1 {
-			port = fmt.Sprintf(" (port %q, %s)", sp.Key.Port, sp.Key.Family)
-		}
-		text := amount(t.Connections, "connection")
-		if t.PacketsIn != plan.NotCounted {
-			text += fmt.Sprintf(", %s in, %s out", amount(t.PacketsIn, "packet"), amount(t.PacketsOut, "packet"))
-		}
-		c.found(name, ok, "%s since the rules were written%s", text, port)
+		packets := when(t.PacketsIn != plan.NotCounted, fmt.Sprintf(", %s in, %s out", counted(t.PacketsIn, "packet"), counted(t.PacketsOut, "packet")))
+		port := when(len(c.ports) > 1, fmt.Sprintf(" (port %q, %s)", sp.Key.Port, sp.Key.Family))
+		c.found(ok, "%s%s since the rules were written%s", counted(t.Connections, "connection"), packets, port)
 	}
+	return nil
 }
 
 // forgets is about connections that the kernel forgets soon.
 func (c *checks) forgets(after int) {
-	if after == 0 || !slices.ContainsFunc(c.ports, func(sp *plan.ServicePort) bool { return sp.Key.Protocol == plan.TCP }) {
+	if after == 0 || !c.any(func(sp *plan.ServicePort) bool { return sp.Key.Protocol == plan.TCP }) {
 		return
 	}
-	severity := note
-	if after < soon {
-		severity = problem
-	}
-	c.found("connection tracking", severity, "established connections are forgotten after %d s", after)
+	severity := either(after < soon, problem, note)
+	c.found(severity, "established connections are forgotten after %d s", after)
 	c.diagnose(severity, ForgottenEarly, "see what has lowered it, and restart nodeproxy, or set net.netfilter.nf_conntrack_tcp_timeout_established again",
 		"The kernel forgets connections of TCP that are silent for %d s (net.netfilter.nf_conntrack_tcp_timeout_established), which is less than nodeproxy had set: what comes later on them is reset or lost.", after)
 }
@@ -55,24 +43,11 @@ func (c *checks) forgets(after int) {
 // soon is the number of seconds within which any connection may be silent.
 const soon = 60
 
-// amount is such as "1 packet" or "2 packets".
-func amount(n int64, of string) string {
-	if n == 1 {
-		return "1 " + of
-	}
-	return fmt.Sprintf("%d %ss", n, of)
-}
-
 // flows is about connections.
-func (c *checks) flows(ctx context.Context) {
-	if c.reality.Flows == nil || len(c.ports) == 0 {
-		return
-	}
-	const name = "connections"
+func (c *checks) flows(ctx context.Context) error {
 	flows, err := c.reality.Flows(ctx, c.ports)
 	if err != nil {
-		c.found(name, unknown, "%v", err)
-		return
+		return err
 	}
 	current := map[netip.AddrPort]bool{}
 	for _, sp := range c.ports {
@@ -83,14 +58,12 @@ func (c *checks) flows(ctx context.Context) {
 			current[ex.Addr] = true
 		}
 	}
-	var endpoints []netip.AddrPort
-	for a := range flows {
-		endpoints = append(endpoints, a)
-	}
-	slices.SortFunc(endpoints, func(a, b netip.AddrPort) int { return cmp.Or(cmp.Compare(flows[b].Open, flows[a].Open), a.Compare(b)) })
+	endpoints := slices.SortedFunc(maps.Keys(flows), func(a, b netip.AddrPort) int {
+		return cmp.Or(cmp.Compare(flows[b].Open, flows[a].Open), a.Compare(b))
+	})
 	total, stale := 0, 0
 	result := ok
-	var words, gone []string
+	var each, gone []string
 	var goneTo []netip.Addr
 	for _, a := range endpoints {
 		n := flows[a].Open
@@ -108,23 +81,21 @@ func (c *checks) flows(ctx context.Context) {
 			text += fmt.Sprintf(" (%d without an answer)", u)
 			result = severer(result, c.unanswered(a, flows[a], current[a]))
 		}
-		words = append(words, text)
+		each = append(each, text)
 	}
 	if total == 0 {
-		c.found(name, ok, "none is open")
-		return
+		c.found(ok, "none is open")
+		return nil
 	}
 	if stale > 0 {
 		result = severer(result, note)
-		first, family := netip.MustParseAddrPort(gone[0]).Addr(), ""
-		if first.Is6() {
-			family = "-f ipv6 "
-		}
-		c.diagnose(note, StaleConnections, fmt.Sprintf("if clients hang, let them connect anew, or delete what is tracked: conntrack -D %s--reply-src %s", family, first),
-			"%s of the Service still %s to what is no longer an endpoint: %s.", upper(amount(int64(stale), "connection")), goes(stale), some(gone))
+		family := either(goneTo[0].Is6(), "-f ipv6 ", "")
+		c.diagnose(note, StaleConnections, fmt.Sprintf("if clients hang, let them connect anew, or delete what is tracked: conntrack -D %s--reply-src %s", family, goneTo[0]),
+			"%s of the Service still %s to what is no longer an endpoint: %s.", counted(stale, "connection"), either(stale == 1, "goes", "go"), some(gone))
 		c.about(goneTo...)
 	}
-	c.found(name, result, "%d tracked: %s", total, some(words))
+	c.found(result, "%d tracked: %s", total, some(each))
+	return nil
 }
 
 // manyUnanswered is how many connections to an endpoint are not in their first moment by chance, where none of them is answered.
@@ -145,21 +116,15 @@ func (c *checks) unanswered(endpoint netip.AddrPort, f Flows, current bool) (sev
 	if !endpoint.IsValid() {
 		to, do = "no endpoint", "find out why they are not translated: nodeproxy trace --live"
 	}
-	var clients []string
 	for _, from := range f.Clients {
-		clients = append(clients, from.String())
 		if c.reality.Detour != nil && detour == "" && endpoint.IsValid() {
 			if detour = c.reality.Detour(from, endpoint.Addr()); detour != "" {
 				detour = "; " + detour
 			}
 		}
 	}
-	code := Unanswered
-	if detour != "" { // Which may be the cause.
-		code = Detoured
-	}
-	c.diagnose(severity, code, do,
-		"%d of the %d tracked connections to %s %s without an answer, from %s%s.", f.Unanswered, f.Open, to, are(f.Unanswered), some(clients), detour)
+	c.diagnose(severity, either(detour != "", Detoured, Unanswered), do, // The detour may be the cause.
+		"%d of the %d tracked connections to %s %s without an answer, from %s%s.", f.Unanswered, f.Open, to, are(f.Unanswered), some(words(f.Clients, netip.Addr.String)), detour)
 	return severity
 }
 
@@ -176,30 +141,20 @@ func severer(a, b string) string {
 const moreFlows = "raise net.netfilter.nf_conntrack_max (--conntrack-max-per-core, --conntrack-min), and see whose flows they are: conntrack -L"
 
 // tracked is about the room for connections, of all programs.
-func (c *checks) tracked(context.Context) {
-	if c.reality.Tracked == nil {
-		return
-	}
-	const name = "connection tracking"
+func (c *checks) tracked(context.Context) error {
 	t, err := c.reality.Tracked()
-	defer c.forgets(t.Forgets)
 	switch {
 	case err != nil:
-		c.found(name, unknown, "%v", err)
+		c.found(unknown, "%v", err)
 	case t.full():
-		c.found(name, problem, "the kernel tracks %d flows, and no more than %d", t.Flows, t.Most)
+		c.found(problem, "the kernel tracks %d flows, and no more than %d", t.Flows, t.Most)
 		c.diagnose(problem, TrackingFull, moreFlows, "The kernel may drop new connections of any kind: it tracks %d flows, and no more than %d.", t.Flows, t.Most)
 	case t.Most > 0 && t.Flows >= t.Most-t.Most/10:
-		c.found(name, note, "the kernel tracks %d flows, and no more than %d", t.Flows, t.Most)
+		c.found(note, "the kernel tracks %d flows, and no more than %d", t.Flows, t.Most)
 		c.diagnose(note, TrackingFull, moreFlows, "The kernel has little room for new connections: it tracks %d flows, and no more than %d.", t.Flows, t.Most)
 	default:
-		c.found(name, ok, "%d of at most %d flows of all programs", t.Flows, t.Most)
+		c.found(ok, "%d of at most %d flows of all programs", t.Flows, t.Most)
 	}
-}
-
-func goes(n int) string {
-	if n == 1 {
-		return "goes"
-	}
-	return "go"
+	c.forgets(t.Forgets)
+	return nil
 }

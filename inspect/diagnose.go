@@ -81,16 +81,15 @@ const (
 
 // diagnosis collects the diagnoses of one Service.
 type diagnosis struct {
-	// onlyProxied is true where no other Services are known than those that a proxy may have.
-	onlyProxied bool
-	d           *proxier.Description
-	list        []Diagnosis
-	listed      map[[4]string]struct{} // what is in list
-	taken       map[[2]string]struct{} // frontends that other Services have, with the other's name
-	// readPods is Node.Pods until it has been asked; then allPods are what it returned.
-	readPods  func(namespace string) ([]*v1.Pod, error)
-	allPods   []*v1.Pod
-	podsKnown bool
+	*Node
+	d      *proxier.Description
+	list   []Diagnosis
+	listed map[string]bool // what is in list
+	taken  map[string]bool // sentences on frontends that other Services have
+	// readPods is Node.Pods until it has been asked. Then podsHere are the Pods of the Service's namespace that it returned, and podsElsewhere the others.
+	readPods                func(namespace string) ([]*v1.Pod, error)
+	podsHere, podsElsewhere []*v1.Pod
+	podsKnown               bool
 	// elsewhere returns what reports whether an address is known not to be one of this machine.
 	elsewhere func() func(netip.Addr) bool
 	// others are findings that the proxier does not know, and file is the manifest that has the Service, if any.
@@ -106,20 +105,16 @@ func (c *diagnosis) add(severity, code, do, what string, args ...any) {
 		}
 	}
 	d := Diagnosis{Severity: severity, Code: code, What: fmt.Sprintf(what, args...), Do: do}
-	key := [4]string{d.Severity, d.Code, d.What, d.Do}
-	if _, has := c.listed[key]; has {
-		return
+	if text := fmt.Sprint(d); !c.listed[text] {
+		c.listed[text] = true
+		c.list = append(c.list, d)
 	}
-	if c.listed == nil {
-		c.listed = map[[4]string]struct{}{}
-	}
-	c.listed[key] = struct{}{}
-	c.list = append(c.list, d)
 }
 
 // diagnose returns what is wrong with a Service, problems first.
 func (n *Node) diagnose(d *proxier.Description, own *plan.Plan, programmed *plan.Snapshot, refused map[plan.Key]plan.Refusal) []Diagnosis {
-	c := &diagnosis{d: d, list: []Diagnosis{}, onlyProxied: n.OnlyProxied, taken: map[[2]string]struct{}{}, readPods: n.Pods, elsewhere: sync.OnceValue(n.elsewhere), others: n.otherFindings()}
+	c := &diagnosis{Node: n, d: d, list: []Diagnosis{}, listed: map[string]bool{}, taken: map[string]bool{}, readPods: n.Pods,
+		elsewhere: sync.OnceValue(n.elsewhere), others: n.otherFindings()}
 	if n.ServiceFile != nil {
 		c.file = n.ServiceFile(d.Service.Namespace, d.Service.Name)
 	}
@@ -140,15 +135,21 @@ func (n *Node) diagnose(d *proxier.Description, own *plan.Plan, programmed *plan
 			"%s is asked for by Service %s, too, which does not get it: what is sent there goes to this Service.", upper(of.Frontend.String()), of.By.PortName())
 	}
 	c.objects()
-	slices.SortStableFunc(c.list, func(a, b Diagnosis) int { return -cmp.Compare(a.Severity, b.Severity) })
+	worstFirst(c.list)
 	return c.list
+}
+
+// worstFirst puts problems before notes, which come before what is only suspected.
+func worstFirst(list []Diagnosis) {
+	order := []string{problem, note, suspected}
+	slices.SortStableFunc(list, func(a, b Diagnosis) int { return slices.Index(order, a.Severity) - slices.Index(order, b.Severity) })
 }
 
 // service is about the Service as a whole.
 func (c *diagnosis) service() {
 	svc := c.d.Service
 	switch {
-	case !c.d.Exists && c.onlyProxied:
+	case !c.d.Exists && c.OnlyProxied:
 		c.add(note, NoService, fmt.Sprintf("see whether there is one: kubectl -n %s get service %s", svc.Namespace, svc.Name),
 			"EndpointSlices name the Service %s. There is none, or it is headless, an ExternalName, or another proxy's, and not for nodeproxy.", svc)
 	case !c.d.Exists:
@@ -161,14 +162,8 @@ func (c *diagnosis) service() {
 	case len(c.d.ServicePorts) == 0:
 		for _, f := range c.d.Findings {
 			if f.Effect == source.NotForProxy {
-				do := ""
-				if strings.Contains(f.Field, source.LabelProxyName) {
-					do = "remove the label if no such proxy runs"
-				}
-				alias := ""
-				if c.d.ExternalName != "" {
-					alias = fmt.Sprintf(": DNS answers with the name %q", c.d.ExternalName)
-				}
+				do := when(strings.Contains(f.Field, source.LabelProxyName), "remove the label if no such proxy runs")
+				alias := when(c.d.ExternalName != "", fmt.Sprintf(": DNS answers with the name %q", c.d.ExternalName))
 				c.add(note, NotProxied, do, "The Service is not proxied, here or on any node: %s (%s)%s.", f.Detail, f.Field, alias)
 			}
 		}
@@ -212,10 +207,8 @@ func (c *diagnosis) reach(node plan.Node) {
 		here := func(sp *plan.ServicePort) bool { // What the load balancer sends elsewhere finds nothing.
 			return sp.ExternalPolicy == plan.Local && len(sp.Endpoints.Local) > 0 && len(sp.Endpoints.Local) == len(sp.Endpoints.Cluster)
 		}
-		so := "they send to other nodes"
-		if slices.ContainsFunc(ports, here) {
-			so = "externalTrafficPolicy is Local while all endpoints are here, so that nothing from there reaches any"
-		}
+		so := either(slices.ContainsFunc(ports, here),
+			"externalTrafficPolicy is Local while all endpoints are here, so that nothing from there reaches any", "they send to other nodes")
 		c.add(note, NodeExcluded, fmt.Sprintf("if load balancers should send to it, remove the label: kubectl label node %s %s-", node.Name, v1.LabelNodeExcludeBalancers),
 			"Load balancers that heed it, as those of clouds do, leave this node out, as its Node has the label %s: %s.", v1.LabelNodeExcludeBalancers, so)
 	}
@@ -233,17 +226,9 @@ func (c *diagnosis) reach(node plan.Node) {
 
 // name says which port of the Service is meant, where it has several.
 func (c *diagnosis) name(sp *plan.ServicePort) string {
-	var out []string
-	if len(c.d.Ports) > 1 {
-		out = append(out, fmt.Sprintf("port %q", sp.Key.Port))
-	}
-	if slices.ContainsFunc(c.d.ServicePorts, func(o *plan.ServicePort) bool { return o.Key.Family != sp.Key.Family }) {
-		out = append(out, sp.Key.Family.String())
-	}
-	if len(out) == 0 {
-		return ""
-	}
-	return " (" + strings.Join(out, ", ") + ")"
+	both := slices.ContainsFunc(c.d.ServicePorts, func(o *plan.ServicePort) bool { return o.Key.Family != sp.Key.Family })
+	text := joined(", ", when(len(c.d.Ports) > 1, fmt.Sprintf("port %q", sp.Key.Port)), when(both, sp.Key.Family.String()))
+	return when(text != "", " ("+text+")")
 }
 
 // mostTaken is how many frontends that other Services have are named: one Service can ask for thousands.
@@ -252,19 +237,13 @@ const mostTaken = 5
 // addresses is about what a ServicePort asks for and does not get, and who may reach it.
 func (c *diagnosis) addresses(sp *plan.ServicePort) {
 	for _, sh := range sp.Shadowed {
-		taken := [2]string{upper(sh.Frontend.String()), sh.Owner.PortName()} // A node port is taken in each family.
-		if _, has := c.taken[taken]; has {
-			continue
-		}
-		if c.taken[taken] = struct{}{}; len(c.taken) <= mostTaken {
-			c.add(problem, AddressTaken, "give one of the two another address or port",
-				"%s belongs to Service %s, which takes precedence: what is sent there goes to that Service.", taken[0], taken[1])
+		// A node port is taken in each family.
+		text := fmt.Sprintf("%s belongs to Service %s, which takes precedence: what is sent there goes to that Service.", upper(sh.Frontend.String()), sh.Owner.PortName())
+		if c.taken[text] = true; len(c.taken) <= mostTaken {
+			c.add(problem, AddressTaken, "give one of the two another address or port", "%s", text)
 		}
 	}
-	has := func(sp *plan.ServicePort, kind plan.FrontendKind) bool {
-		return slices.ContainsFunc(sp.Frontends, func(f plan.Frontend) bool { return f.Kind == kind })
-	}
-	if !has(sp, plan.LoadBalancerIP) || len(sp.SourceRanges) == 0 {
+	if !hasKind(sp, plan.LoadBalancerIP) || len(sp.SourceRanges) == 0 {
 		return
 	}
 	if nobody := func(r netip.Prefix) bool { return r.IsSingleIP() && r.Addr().IsUnspecified() }; !slices.ContainsFunc(sp.SourceRanges, func(r netip.Prefix) bool { return !nobody(r) }) {
@@ -275,9 +254,13 @@ func (c *diagnosis) addresses(sp *plan.ServicePort) {
 	}
 	c.add(note, SourceRanges, "add the client's range to spec.loadBalancerSourceRanges if it should get in",
 		"Only clients from %s may reach the load balancer IPs; those of others are dropped%s.", ranges(sp), c.name(sp))
-	if has(sp, plan.NodePort) {
+	if hasKind(sp, plan.NodePort) {
 		c.add(note, SourceRanges, "set spec.allocateLoadBalancerNodePorts to false if the load balancer needs no node ports", "The source ranges do not limit who may reach the node ports.")
 	}
+}
+
+func hasKind(sp *plan.ServicePort, kind plan.FrontendKind) bool {
+	return slices.ContainsFunc(sp.Frontends, func(f plan.Frontend) bool { return f.Kind == kind })
 }
 
 // nameNode is what to do where no Node of this node's name is known.
@@ -299,11 +282,11 @@ func (c *diagnosis) node(sp *plan.ServicePort, own *plan.Plan) {
 			}
 			if none := f.Kind == plan.NodePort && len(ranges) > 0 && !slices.ContainsFunc(ranges, here); none && wide {
 				c.add(note, NodePortsNowhere, "correct nodePortAddresses, unless this machine has other addresses that are meant",
-					"None of the Node's addresses is in nodePortAddresses, to which node ports are limited%s: %s answers only at addresses in %s.", c.name(sp), f, rangesOf(ranges))
+					"None of the Node's addresses is in nodePortAddresses, to which node ports are limited%s: %s answers only at addresses in %s.", c.name(sp), f, some(words(ranges, netip.Prefix.String)))
 			} else if none {
 				c.add(problem, NodePortsNowhere, "correct status.addresses of the Node (--node-ip of the kubelet), or set nodePortAddresses otherwise",
 					"Nothing answers at %s of this node%s: node ports are limited to addresses that this machine does not have (nodePortAddresses): %s.",
-					f, c.name(sp), addressesOf(ranges))
+					f, c.name(sp), some(words(ranges, func(r netip.Prefix) string { return r.Addr().String() })))
 			}
 			continue
 		}
@@ -339,10 +322,7 @@ func (c *diagnosis) podRange(sp *plan.ServicePort, own *plan.Plan) {
 	elsewhere := func(ep plan.Endpoint) bool { return !ep.Local }
 	switch {
 	case d.Implemented(family) && d.Mode == plan.DetectClusterCIDR && local && d.CIDR(family).Contains(own.Node.IP(family)) && slices.ContainsFunc(sp.Endpoints.Cluster, elsewhere):
-		severity := note // Where Pods and hosts share a network, answers find their way.
-		if c.d.PodCIDRs {
-			severity = problem
-		}
+		severity := either(c.d.PodCIDRs, problem, note) // Where Pods and hosts share a network, answers find their way.
 		c.add(severity, NodesCountAsPods, "set clusterCIDR to the range of the Pods' addresses alone (spec.podCIDRs of all Nodes are in it)",
 			"clusterCIDR %s holds this node's own address %s, too, so that other hosts of that range count as Pods%s: externalTrafficPolicy Local does not apply to them, and what they send to endpoints "+
 				"on other nodes is not masqueraded, and answered past this node.", d.CIDR(family), own.Node.IP(family), c.name(sp))
@@ -356,29 +336,11 @@ func (c *diagnosis) podRange(sp *plan.ServicePort, own *plan.Plan) {
 		c.add(problem, PodsNotTold, do, "Pods of this node are not told from clients outside, so that externalTrafficPolicy Local applies to them, too%s: "+
 			"detectLocalMode is NodeCIDR, but no pod CIDR is known, as %s.", c.name(sp), why)
 	case d.Mode == plan.DetectClusterCIDR && len(d.CIDRs) > 0: // Of one family alone: a slip, where there are Services of both.
-		does := "clients that are no pods reach its cluster IP with their own address as the source, and endpoints may not find the way back to them"
-		if local {
-			does += "; externalTrafficPolicy Local applies to pods, too"
-		}
+		does := "clients that are no pods reach its cluster IP with their own address as the source, and endpoints may not find the way back to them" +
+			when(local, "; externalTrafficPolicy Local applies to pods, too")
 		c.add(note, PodsNotTold, "add the range of the pods' addresses of this family to clusterCIDR (a comma-separated pair)",
 			"clusterCIDR is %s and has no %s range, so pods are not told from other clients%s: %s.", d.CIDRs[0], family, c.name(sp), does)
 	}
-}
-
-func rangesOf(ranges []netip.Prefix) string {
-	var out []string
-	for _, r := range ranges {
-		out = append(out, r.String())
-	}
-	return some(out)
-}
-
-func addressesOf(ranges []netip.Prefix) string {
-	var out []string
-	for _, r := range ranges {
-		out = append(out, r.Addr().String())
-	}
-	return some(out)
 }
 
 // endpoints is about the endpoints of a ServicePort.
@@ -390,60 +352,45 @@ func (c *diagnosis) endpoints(sp *plan.ServicePort, node plan.Node) {
 	}
 	c.listedTwice(sp)
 	c.foreign(sp)
-	var unready []string
-	for _, ep := range list {
-		if !ep.Ready && !ep.Terminating {
-			unready = append(unready, called(ep))
-		}
-	}
+	unready := only(list, func(ep topology.Endpoint) bool { return !ep.Ready && !ep.Terminating })
 	pods := c.pods("-o wide")
 	switch {
 	case !sp.Any && len(unready) > 0:
-		c.add(problem, NoneReady, c.findUnready(podsNotReady(list)),
-			"No endpoint is ready, so connections are refused%s: %s.", c.name(sp), some(unready))
+		c.add(problem, NoneReady, c.findUnready(words(unready, podOf)),
+			"No endpoint is ready, so connections are refused%s: %s.", c.name(sp), some(words(unready, called)))
 		return
 	case !sp.Any:
 		c.add(problem, NoneReady, "wait for new Pods, or find out why there are none: "+pods,
 			"All endpoints are terminating and serve no longer, so connections are refused%s.", c.name(sp))
 		return
 	case len(unready) > 0:
-		c.add(note, SomeEndpointsDown, pods, "Not ready, and so without traffic, %s %d of %d endpoints%s: %s.", are(len(unready)), len(unready), len(list), c.name(sp), some(unready))
+		c.add(note, SomeEndpointsDown, pods, "Not ready, and so without traffic, %s %d of %d endpoints%s: %s.",
+			are(len(unready)), len(unready), len(list), c.name(sp), some(words(unready, called)))
 	}
-	var published, theirs []string
-	for _, ep := range list {
-		if ep.Ready && !ep.Serving {
-			published, theirs = append(published, called(ep)), append(theirs, ep.Pod)
-		}
-	}
-	if len(published) > 0 {
-		why := ""
-		if c.d.PublishNotReady {
-			why = " (spec.publishNotReadyAddresses)"
-		}
-		c.add(note, NotServing, c.findUnready(theirs), "%d of %d endpoints %s not serving, but published as ready%s, so that new connections go there, too%s: %s.",
-			len(published), len(list), are(len(published)), why, c.name(sp), some(published))
+	if published := only(list, func(ep topology.Endpoint) bool { return ep.Ready && !ep.Serving }); len(published) > 0 {
+		why := either(c.d.PublishNotReady, " (spec.publishNotReadyAddresses)", "")
+		c.add(note, NotServing, c.findUnready(words(published, podOf)), "%d of %d endpoints %s not serving, but published as ready%s, so that new connections go there, too%s: %s.",
+			len(published), len(list), are(len(published)), why, c.name(sp), some(words(published, called)))
 	}
 	ready := slices.ContainsFunc(list, func(ep topology.Endpoint) bool { return ep.Ready })
-	if used := sp.All(); len(used) > 0 && !slices.ContainsFunc(used, func(ep plan.Endpoint) bool { return !ep.Terminating }) {
+	stays := func(ep plan.Endpoint) bool { return !ep.Terminating }
+	if used := sp.All(); len(used) > 0 && !slices.ContainsFunc(used, stays) {
 		if ready { // They are elsewhere, where the traffic policy does not allow this node to send.
 			c.add(problem, OnlyTerminating, "find out why no new Pod becomes ready on this node: "+pods,
 				"No endpoint on this node is ready, and the traffic policy is Local. What is terminating here but still serves gets the traffic until it ends%s: %s.",
-				c.name(sp), endpointCount(len(used)))
+				c.name(sp), counted(len(used), "endpoint"))
 			c.local(sp, node)
 			return
 		}
 		c.add(problem, OnlyTerminating, "find out why no new Pod becomes ready: "+pods,
-			"No endpoint is ready. What is terminating but still serves gets the traffic until it ends%s: %s.", c.name(sp), endpointCount(len(used)))
+			"No endpoint is ready. What is terminating but still serves gets the traffic until it ends%s: %s.", c.name(sp), counted(len(used), "endpoint"))
 	}
 	if local := sp.Endpoints.Local; ready && sp.ExternalPolicy == plan.Local && sp.HasExternal() && len(sp.Endpoints.Cluster) > 0 && len(local) > 0 &&
-		!slices.ContainsFunc(local, func(ep plan.Endpoint) bool { return !ep.Terminating }) && slices.ContainsFunc(sp.Endpoints.Cluster, func(ep plan.Endpoint) bool { return !ep.Terminating }) {
-		severity := problem
-		if c.d.Type == "LoadBalancer" { // Its health check node port tells the load balancer so.
-			severity = note
-		}
+		!slices.ContainsFunc(local, stays) && slices.ContainsFunc(sp.Endpoints.Cluster, stays) {
+		severity := either(c.d.Type == "LoadBalancer", note, problem) // Its health check node port tells the load balancer so.
 		c.add(severity, OnlyTerminating, "find out why no new Pod becomes ready on this node: "+pods,
 			"No endpoint on this node is ready, and externalTrafficPolicy is Local. What is terminating here but still serves gets what comes from outside until it ends%s: %s.",
-			c.name(sp), endpointCount(len(local)))
+			c.name(sp), counted(len(local), "endpoint"))
 	}
 	c.local(sp, node)
 	c.hints(sp, list, node)
@@ -506,11 +453,7 @@ func (c *diagnosis) listedTwice(sp *plan.ServicePort) {
 		var where []string
 		for _, e := range list {
 			all = append(all, e.Endpoint)
-			text := state(e.Endpoint) + " in EndpointSlice " + e.Slice
-			if e.Pod != "" {
-				text += " (Pod " + e.Pod + ")"
-			}
-			where = append(where, text)
+			where = append(where, state(e.Endpoint)+" in EndpointSlice "+e.Slice+when(e.Pod != "", " (Pod "+e.Pod+")"))
 		}
 		wins := topology.Merge(all)[0]
 		why := "what still serves comes first"
@@ -595,7 +538,7 @@ func (c *diagnosis) noEndpoints(sp *plan.ServicePort) {
 			has += ", and " + some(slices.Compact(others))
 		}
 		do := "give the port of the EndpointSlices the name and protocol of the Service's port"
-		if target := c.target(sp.Key); len(c.d.Selector) > 0 && !isNumber(target) {
+		if target := targetOf(c.d, sp.Key).Target; len(c.d.Selector) > 0 && !isNumber(target) {
 			do = fmt.Sprintf("give a container port of the Pods the name of the targetPort, %q", target)
 			if here, _, known := c.podsOf(); known {
 				named := func(p v1.ContainerPort) bool { return p.Name == target }
@@ -646,23 +589,10 @@ func (c *diagnosis) unusedEndpoints() (all, alike []string) {
 	return all, alike
 }
 
-// target returns the targetPort of a ServicePort.
-func (c *diagnosis) target(k plan.Key) string {
-	for _, p := range c.d.Ports {
-		if p.Name == k.Port && p.Protocol == k.Protocol {
-			return p.Target
-		}
-	}
-	return ""
-}
-
 // pods returns the command that lists the Pods of the Service.
 func (c *diagnosis) pods(flags string) string {
-	s := "kubectl -n " + c.d.Service.Namespace + " get pods"
-	if len(c.d.Selector) > 0 && flags != "--show-labels" {
-		s += " -l " + selector(c.d.Selector)
-	}
-	return s + " " + flags
+	of := when(len(c.d.Selector) > 0 && flags != "--show-labels", " -l "+selector(c.d.Selector))
+	return "kubectl -n " + c.d.Service.Namespace + " get pods" + of + " " + flags
 }
 
 // local is about traffic policies that allow none of the usable endpoints.
@@ -670,23 +600,18 @@ func (c *diagnosis) local(sp *plan.ServicePort, node plan.Node) {
 	if len(sp.Endpoints.Local) > 0 {
 		return
 	}
-	orName, alias := "", ""
-	if !c.d.NodeKnown {
-		orName = fmt.Sprintf("; if this node has a Node of another name than %s, give that with --hostname-override", node.Name)
-	}
+	orName := when(!c.d.NodeKnown, fmt.Sprintf("; if this node has a Node of another name than %s, give that with --hostname-override", node.Name))
 	full := func(long, short string) bool {
 		return strings.HasPrefix(strings.ToLower(long), strings.ToLower(short)+".")
 	}
-	for _, ep := range c.d.Endpoints(sp.Key) {
+	aliases := only(c.d.Endpoints(sp.Key), func(ep topology.Endpoint) bool {
 		_, address := netip.ParseAddr(ep.Node)
-		if address != nil && (full(ep.Node, node.Name) || full(node.Name, ep.Node) || ep.Node != node.Name && strings.EqualFold(ep.Node, node.Name)) {
-			alias = ep.Node
-			break
-		}
-	}
+		return address != nil && (full(ep.Node, node.Name) || full(node.Name, ep.Node) || ep.Node != node.Name && strings.EqualFold(ep.Node, node.Name))
+	})
 	what, internal := "No usable endpoint runs on this node", "run a Pod on every node (a DaemonSet)"
 	external, severity := "run a Pod on this node, send to a node that has one, or set spec.externalTrafficPolicy to Cluster", problem
-	if alias != "" { // It is very likely this one.
+	if len(aliases) > 0 { // It is very likely this one.
+		alias := aliases[0].Node
 		what = fmt.Sprintf("No usable endpoint is known to run on this node, for which nodeproxy has the name %s, while endpoints are on %s", node.Name, alias)
 		first := fmt.Sprintf("if node %s is this one, start nodeproxy with --hostname-override=%s; else ", alias, alias)
 		internal, external, orName = first+internal, first+external, ""
@@ -729,39 +654,26 @@ func (c *diagnosis) unplaced(sp *plan.ServicePort) (in []string, all bool) {
 
 // hints is about topology hints.
 func (c *diagnosis) hints(sp *plan.ServicePort, list []topology.Endpoint, node plan.Node) {
-	left := 0
-	reason := plan.Reason("")
-	for _, ex := range sp.Excluded {
-		if ex.Policy == plan.Cluster && (ex.Reason == plan.NotForThisZone || ex.Reason == plan.NotForThisNode) {
-			left, reason = left+1, ex.Reason
+	excluded := only(sp.Excluded, func(ex plan.Exclusion) bool {
+		return ex.Policy == plan.Cluster && (ex.Reason == plan.NotForThisZone || ex.Reason == plan.NotForThisNode)
+	})
+	usable := only(list, func(ep topology.Endpoint) bool { return ep.Ready })
+	ready, hinted := len(usable), len(only(usable, func(ep topology.Endpoint) bool { return len(ep.ForZones) > 0 }))
+	zones := map[string]bool{}
+	for _, ep := range usable {
+		for _, z := range ep.ForZones {
+			zones[z] = true
 		}
 	}
-	zones, hinted := map[string]bool{}, 0
-	ready := 0
-	for _, ep := range list {
-		if ep.Ready {
-			ready++
-			if len(ep.ForZones) > 0 {
-				hinted++
-			}
-			for _, z := range ep.ForZones {
-				zones[z] = true
-			}
-		}
-	}
-	if left > 0 {
-		where, do := "zones", ""
-		if reason == plan.NotForThisNode {
-			where = "nodes"
-		}
+	if left := len(excluded); left > 0 {
+		reason := excluded[left-1].Reason
+		where, do := either(reason == plan.NotForThisNode, "nodes", "zones"), ""
 		used := len(sp.Endpoints.Cluster)
-		text := fmt.Sprintf("Hints leave %s to other %s, so this node sends nothing there%s.", endpointCount(left), where, c.name(sp))
 		local := func(ex plan.Exclusion) bool {
 			return ex.Policy == plan.Cluster && ex.Reason == reason && slices.ContainsFunc(sp.Endpoints.Local, func(ep plan.Endpoint) bool { return ep.Addr == ex.Addr })
 		}
-		if slices.ContainsFunc(sp.Excluded, local) {
-			text = fmt.Sprintf("Hints leave %s to other %s, so this node sends nothing there but what policy Local is for%s.", endpointCount(left), where, c.name(sp))
-		}
+		text := fmt.Sprintf("Hints leave %s to other %s, so this node sends nothing there%s%s.", counted(left, "endpoint"), where,
+			either(slices.ContainsFunc(sp.Excluded, local), " but what policy Local is for", ""), c.name(sp))
 		if reason == plan.NotForThisZone && 2*used*len(zones) <= used+left { // Half of an equal share, or less.
 			text += fmt.Sprintf(" All traffic of zone %s goes to %d of %d endpoints.", node.Zone, used, used+left)
 			do = "if that is too much for what runs there, spread the Pods over the zones (topologySpreadConstraints), or do without spec.trafficDistribution"
@@ -773,7 +685,7 @@ func (c *diagnosis) hints(sp *plan.ServicePort, list []topology.Endpoint, node p
 	switch {
 	case len(sp.Endpoints.Cluster) == 0 || hinted == 0 || zones[node.Zone] && hinted == ready || slices.ContainsFunc(list, byNode):
 	case hinted < ready:
-		c.add(note, HintsNotHonoured, "", "%d of %d ready endpoints %s zone hints, so hints do not count and all of them get traffic%s.", ready-hinted, ready, map[bool]string{true: "lacks", false: "lack"}[ready-hinted == 1], c.name(sp))
+		c.add(note, HintsNotHonoured, "", "%d of %d ready endpoints %s zone hints, so hints do not count and all of them get traffic%s.", ready-hinted, ready, either(ready-hinted == 1, "lacks", "lack"), c.name(sp))
 	case node.Zone == "" && !c.d.NodeKnown:
 		c.add(note, HintsNotHonoured, nameNode,
 			"The endpoints have zone hints, but no Node of the name %s is known, and so no zone: hints do not count here and all of them get traffic%s.",
@@ -782,13 +694,8 @@ func (c *diagnosis) hints(sp *plan.ServicePort, list []topology.Endpoint, node p
 		c.add(note, HintsNotHonoured, "give the Node the label topology.kubernetes.io/zone",
 			"The endpoints have zone hints, but this Node has no zone, so hints do not count here and all of them get traffic%s.", c.name(sp))
 	default:
-		var names []string
-		for z := range zones {
-			names = append(names, z)
-		}
-		slices.Sort(names)
 		c.add(note, HintsNotHonoured, "", "The zone hints name %s, and none names this node's zone %s, so hints do not count here and all endpoints get traffic%s.",
-			strings.Join(names, ", "), node.Zone, c.name(sp))
+			strings.Join(slices.Sorted(maps.Keys(zones)), ", "), node.Zone, c.name(sp))
 	}
 }
 
@@ -811,26 +718,14 @@ func (c *diagnosis) objects() {
 		if f.Effect == source.NotForProxy || f.Kind == source.Claimed { // There is a diagnosis of that already.
 			continue
 		}
-		severity := note
-		if f.Severity == source.Problem {
-			severity = problem
-		}
-		code := ObjectFinding
-		if f.Kind == source.PortConflict {
-			code = PortConflict
-		}
-		c.add(severity, code, correction(f), "%s.", f)
+		c.add(f.Severity.String(), either(f.Kind == source.PortConflict, PortConflict, ObjectFinding), correction(f), "%s.", f)
 	}
 	for _, f := range c.others {
-		severity := note
-		if f.Severity == source.Problem {
-			severity = problem
-		}
 		if strings.HasSuffix(f.Field, ".targetPort") && c.podsKnown { // Of that, the Pods tell more.
 			continue
 		}
-		if c.mine(f) && (f.Kind == source.Claimed || f.Kind == source.Other && severity == problem) && !slices.Contains(c.d.Findings, f) {
-			c.add(severity, ObjectFinding, correction(f), "%s.", f)
+		if c.mine(f) && (f.Kind == source.Claimed || f.Kind == source.Other && f.Severity == source.Problem) && !slices.Contains(c.d.Findings, f) {
+			c.add(f.Severity.String(), ObjectFinding, correction(f), "%s.", f)
 		}
 	}
 }
@@ -856,27 +751,7 @@ func (c *diagnosis) mine(f source.Finding) bool {
 }
 
 // called returns the name by which an endpoint is best known.
-func called(ep topology.Endpoint) string {
-	if ep.Pod != "" {
-		return ep.Pod
-	}
-	return ep.Addr.Addr().String()
-}
+func called(ep topology.Endpoint) string { return cmp.Or(ep.Pod, ep.Addr.Addr().String()) }
 
-// some lists at most three of many.
-func some(list []string) string {
-	if len(list) > 3 {
-		return strings.Join(list[:3], ", ") + fmt.Sprintf(" and %d more", len(list)-3)
-	}
-	return strings.Join(list, ", ")
-}
-
-func are(n int) string {
-	if n == 1 {
-		return "is"
-	}
-	return "are"
-}
-
-// upper begins a sentence.
-func upper(s string) string { return strings.ToUpper(s[:1]) + s[1:] }
+// podOf returns the Pod of an endpoint; "" for one of none.
+func podOf(ep topology.Endpoint) string { return ep.Pod }

@@ -28,6 +28,9 @@ type Explanation struct {
 	Checks []Check `json:"checks,omitempty"`
 	// Diagnoses are what is wrong, and what else its owner should know, the worst first.
 	Diagnoses []Diagnosis `json:"diagnoses"`
+
+	described     *proxier.Description
+	masqueradeAll bool
 }
 
 // Problem reports whether anything is wrong.
@@ -95,29 +98,26 @@ type Endpoint struct {
 // Explain tells the story of a Service. The error is an UnknownServiceError if nothing is known of it.
 func (n *Node) Explain(svc plan.Service) (*Explanation, error) {
 	d, own, err := n.describeService(svc)
+	out := &Explanation{Namespace: svc.Namespace, Name: svc.Name, Node: own.Node.Name, Zone: own.Node.Zone, Mode: n.Mode, Ports: []PortExplanation{},
+		described: &proxier.Description{}, masqueradeAll: own.Settings.MasqueradeAll}
 	if err != nil || !d.Exists {
 		// A file may have the Service, and a reason why it is not used.
 		if of := n.findingsOf(svc); len(of) > 0 {
-			c := &diagnosis{d: &proxier.Description{Service: svc, Exists: true, Findings: of}}
+			c := &diagnosis{Node: n, d: &proxier.Description{Service: svc, Exists: true, Findings: of}, list: []Diagnosis{}, listed: map[string]bool{}}
 			c.service()
 			c.objects()
 			if own.Partial {
 				c.add(note, RulesStay, "", "%s.", upper(rulesStay))
 			}
-			return &Explanation{
-				Namespace: svc.Namespace, Name: svc.Name, Node: own.Node.Name, Zone: own.Node.Zone, Mode: n.Mode, Ports: []PortExplanation{},
-				Diagnoses: c.list,
-			}, nil
+			out.Diagnoses = c.list
+			return out, nil
 		}
 		if err != nil {
 			return nil, err
 		}
 	}
 	programmed, refused := n.snapshot(), n.refused()
-	out := &Explanation{
-		Namespace: svc.Namespace, Name: svc.Name, Node: own.Node.Name, Zone: own.Node.Zone, Mode: n.Mode, Type: d.Type,
-		Selector: selector(d.Selector), Ports: []PortExplanation{},
-	}
+	out.Type, out.Selector, out.described = d.Type, selector(d.Selector), d
 	frontends := mostFrontendsInAll
 	for _, sp := range d.ServicePorts {
 		p := explainPort(d, own, sp, min(frontends, mostFrontends), programmed, refused)
@@ -132,33 +132,20 @@ func (n *Node) Explain(svc plan.Service) (*Explanation, error) {
 const rulesStay = "not all objects could be read since nodeproxy started, so the rules that the kernel had before for Services that are not known stay in force"
 
 // findingsOf returns why a Service of a file is not used; nil for no reason.
-func (n *Node) findingsOf(svc plan.Service) (out []source.Finding) {
-	for _, f := range n.otherFindings() {
-		if f.Object == "Service "+svc.String() {
-			out = append(out, f)
-		}
-	}
-	return out
+func (n *Node) findingsOf(svc plan.Service) []source.Finding {
+	return only(n.otherFindings(), func(f source.Finding) bool { return f.Object == "Service "+svc.String() })
 }
 
 // selector returns a selector as kubectl takes it.
 func selector(labels map[string]string) string {
-	var out []string
-	for _, k := range slices.Sorted(maps.Keys(labels)) {
-		out = append(out, k+"="+labels[k])
-	}
-	return strings.Join(out, ",")
+	return strings.Join(words(slices.Sorted(maps.Keys(labels)), func(k string) string { return k + "=" + labels[k] }), ",")
 }
 
 func explainPort(d *proxier.Description, own *plan.Plan, sp *plan.ServicePort, frontends int, programmed *plan.Snapshot,
 	refused map[plan.Key]plan.Refusal) PortExplanation {
 	out := PortExplanation{ServicePort: describe(sp), Frontends: []FrontendExplanation{}, Endpoints: []Endpoint{}}
 	out.State, out.Since = state(sp, programmed, refused)
-	for _, p := range d.Ports {
-		if p.Name == sp.Key.Port && p.Protocol == sp.Key.Protocol {
-			out.TargetPort = p.Target
-		}
-	}
+	out.TargetPort = targetOf(d, sp.Key).Target
 	evaluator, pod := plan.NewEvaluator(own), podHere(own.Settings.DetectLocal, sp)
 	for _, f := range sp.Frontends[:min(len(sp.Frontends), frontends)] {
 		out.Frontends = append(out.Frontends, FrontendExplanation{Frontend: f.String(), Verdicts: verdicts(evaluator, own, sp, f, pod)})
@@ -171,59 +158,48 @@ func explainPort(d *proxier.Description, own *plan.Plan, sp *plan.ServicePort, f
 	return out
 }
 
+// targetOf returns the port of a Service, as its object spells it, that a ServicePort is of.
+func targetOf(d *proxier.Description, k plan.Key) proxier.Port {
+	for _, p := range d.Ports {
+		if p.Name == k.Port && p.Protocol == k.Protocol {
+			return p
+		}
+	}
+	return proxier.Port{}
+}
+
 // uses says for each address of an endpoint under which policies it is used, and why not under others.
 type uses struct {
-	used     map[plan.Policy]map[netip.AddrPort]bool
-	excluded map[netip.AddrPort][]plan.Exclusion
+	used   map[netip.AddrPort][]string
+	unused map[netip.AddrPort]map[string]string
 }
 
 func usesOf(sp *plan.ServicePort) uses {
-	out := uses{used: map[plan.Policy]map[netip.AddrPort]bool{}, excluded: map[netip.AddrPort][]plan.Exclusion{}}
+	out := uses{map[netip.AddrPort][]string{}, map[netip.AddrPort]map[string]string{}}
 	for _, policy := range []plan.Policy{plan.Cluster, plan.Local} {
-		out.used[policy] = map[netip.AddrPort]bool{}
 		for _, ep := range sp.ForPolicy(policy) {
-			out.used[policy][ep.Addr] = true
+			out.used[ep.Addr] = append(out.used[ep.Addr], policy.String())
 		}
 	}
 	for _, ex := range sp.Excluded {
-		out.excluded[ex.Addr] = append(out.excluded[ex.Addr], ex)
+		if out.unused[ex.Addr] == nil {
+			out.unused[ex.Addr] = map[string]string{}
+		}
+		out.unused[ex.Addr][ex.Policy.String()] = string(ex.Reason)
 	}
 	return out
 }
 
 // conditions are those of ready, serving and terminating that hold.
-func conditions(ep topology.Endpoint) (out []string) {
-	for _, c := range []struct {
-		holds bool
-		name  string
-	}{{ep.Ready, "ready"}, {ep.Serving, "serving"}, {ep.Terminating, "terminating"}} {
-		if c.holds {
-			out = append(out, c.name)
-		}
-	}
-	return out
+func conditions(ep topology.Endpoint) []string {
+	return filled(when(ep.Ready, "ready"), when(ep.Serving, "serving"), when(ep.Terminating, "terminating"))
 }
 
 func (u uses) explain(ep topology.Endpoint) Endpoint {
-	out := Endpoint{Address: ep.Addr.String(), Pod: ep.Pod, Node: ep.Node, Zone: ep.Zone, Conditions: conditions(ep)}
-	for _, h := range ep.ForNodes {
-		out.Hints = append(out.Hints, "node "+h)
-	}
-	for _, h := range ep.ForZones {
-		out.Hints = append(out.Hints, "zone "+h)
-	}
-	for _, policy := range []plan.Policy{plan.Cluster, plan.Local} {
-		if u.used[policy][ep.Addr] {
-			out.UsedFor = append(out.UsedFor, policy.String())
-		}
-	}
-	for _, ex := range u.excluded[ep.Addr] {
-		if out.Unused == nil {
-			out.Unused = map[string]string{}
-		}
-		out.Unused[ex.Policy.String()] = string(ex.Reason)
-	}
-	return out
+	nodes := words(ep.ForNodes, func(n string) string { return "node " + n })
+	zones := words(ep.ForZones, func(z string) string { return "zone " + z })
+	return Endpoint{Address: ep.Addr.String(), Pod: ep.Pod, Node: ep.Node, Zone: ep.Zone, Conditions: conditions(ep), Hints: slices.Concat(nodes, zones),
+		UsedFor: u.used[ep.Addr], Unused: u.unused[ep.Addr]}
 }
 
 // client is a kind of source, with a packet that stands for it.
@@ -284,10 +260,7 @@ const mostRanges = 20
 
 // ranges returns the source ranges of a ServicePort.
 func ranges(sp *plan.ServicePort) string {
-	var out []string
-	for _, r := range sp.SourceRanges[:min(len(sp.SourceRanges), mostRanges)] {
-		out = append(out, r.String())
-	}
+	out := words(sp.SourceRanges[:min(len(sp.SourceRanges), mostRanges)], netip.Prefix.String)
 	if more := len(sp.SourceRanges) - mostRanges; more > 0 {
 		out = append(out, fmt.Sprintf("and %d more", more))
 	}
@@ -302,11 +275,7 @@ func podHere(detect plan.DetectLocal, sp *plan.ServicePort) *plan.Packet {
 		return nil
 	}
 	if !detect.ByCIDR() {
-		name := detect.Interface
-		if detect.Mode == plan.DetectInterfaceNamePrefix {
-			name += "0"
-		}
-		return &plan.Packet{Src: outside[f], InInterface: name}
+		return &plan.Packet{Src: outside[f], InInterface: podInterface(detect)}
 	}
 	taken := map[netip.Addr]bool{}
 	for _, ep := range sp.All() {
@@ -411,7 +380,7 @@ func (v Verdict) Summary() string {
 	case plan.Reject.String(), plan.Drop.String():
 		return v.Action + ": " + v.Reasons[len(v.Reasons)-1]
 	}
-	s := fmt.Sprintf("forward to %s", endpointCount(v.Chosen))
+	s := fmt.Sprintf("forward to %s", counted(v.Chosen, "endpoint"))
 	switch v.MasqueradedTo {
 	case 0:
 		return s
@@ -423,12 +392,4 @@ func (v Verdict) Summary() string {
 		text = fmt.Sprintf("%d of them", v.MasqueradedTo)
 	}
 	return s + ", masqueraded to " + text
-}
-
-// endpointCount is such as "1 endpoint".
-func endpointCount(n int) string {
-	if n == 1 {
-		return "1 endpoint"
-	}
-	return fmt.Sprintf("%d endpoints", n)
 }

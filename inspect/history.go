@@ -1,6 +1,7 @@
 package inspect
 
 import (
+	"cmp"
 	"fmt"
 	"io"
 	"maps"
@@ -227,10 +228,7 @@ func (c ServiceChange) service() plan.Service {
 
 // WriteHistory writes a row for each sync; wide adds the stages and what was written. Ages are as of now.
 func WriteHistory(w io.Writer, list []Sync, wide bool, now time.Time) error {
-	header := "AGE WHY CAME-IN SERVICES ENDPOINTS TOOK RESULT"
-	if wide {
-		header = "TIME WHY CAME-IN SERVICES ENDPOINTS WAIT PLAN WRITE COMPARE WRITTEN RESULT"
-	}
+	header := either(wide, "TIME WHY CAME-IN SERVICES ENDPOINTS WAIT PLAN WRITE COMPARE WRITTEN RESULT", "AGE WHY CAME-IN SERVICES ENDPOINTS TOOK RESULT")
 	var rows [][]string
 	for _, s := range list {
 		few := 3
@@ -252,35 +250,16 @@ func WriteHistory(w io.Writer, list []Sync, wide bool, now time.Time) error {
 	return Table(w, header, rows)
 }
 
-func (s *Sync) latest() time.Time {
-	if s.Last.IsZero() {
-		return s.Began
-	}
-	return s.Last
-}
+func (s *Sync) latest() time.Time { return cmp.Or(s.Last, s.Began) }
 
 func (s *Sync) why() string {
-	var out []string
-	for _, r := range s.Reasons {
-		out = append(out, string(r))
-	}
-	return strings.Join(out, ",")
+	return strings.Join(words(s.Reasons, func(r proxier.Reason) string { return string(r) }), ",")
 }
 
 func inputText(in proxier.Input) string {
-	var out []string
-	for _, kind := range []struct {
-		n    int
-		name string
-	}{{in.Services, "Services"}, {in.EndpointSlices, "EndpointSlices"}, {in.Nodes, "Nodes"}, {in.ServiceCIDRs, "ServiceCIDRs"}, {in.Gone, "gone"}} {
-		if name := kind.name; kind.n > 0 {
-			if kind.n == 1 {
-				name = strings.TrimSuffix(name, "s")
-			}
-			out = append(out, fmt.Sprintf("%d %s", kind.n, name))
-		}
-	}
-	return strings.Join(out, ", ")
+	part := func(n int, noun string) string { return when(n > 0, counted(n, noun)) }
+	return joined(", ", part(in.Services, "Service"), part(in.EndpointSlices, "EndpointSlice"), part(in.Nodes, "Node"),
+		part(in.ServiceCIDRs, "ServiceCIDR"), when(in.Gone > 0, fmt.Sprintf("%d gone", in.Gone)))
 }
 
 // servicesText names the first few Services, and counts the others: "default/web (new), default/db and 7 more".
@@ -308,10 +287,7 @@ func (s *Sync) servicesText(few int) string {
 
 // text is as in "+2/-1".
 func (c Counts) text() string {
-	if c.Added == 0 && c.Removed == 0 {
-		return ""
-	}
-	return fmt.Sprintf("+%d/-%d", c.Added, c.Removed)
+	return when(c.Added != 0 || c.Removed != 0, fmt.Sprintf("+%d/-%d", c.Added, c.Removed))
 }
 
 func seconds(s float64) string {
@@ -329,48 +305,16 @@ func seconds(s float64) string {
 }
 
 func writtenText(kinds map[string]int) string {
-	var out []string
-	for _, k := range slices.Sorted(maps.Keys(kinds)) {
-		out = append(out, fmt.Sprintf("%d %s", kinds[k], plural(strings.ReplaceAll(k, "_", " "), kinds[k])))
-	}
-	return strings.Join(out, ", ")
-}
-
-func plural(noun string, n int) string {
-	switch {
-	case n == 1:
-		return noun
-	case strings.HasSuffix(noun, "s"):
-		return noun + "es"
-	}
-	return noun + "s"
+	of := func(kind string) string { return counted(kinds[kind], strings.ReplaceAll(kind, "_", " ")) }
+	return strings.Join(words(slices.Sorted(maps.Keys(kinds)), of), ", ")
 }
 
 // result says how a sync ended.
 func (s *Sync) result() string {
-	var out []string
-	if s.Error != "" {
-		out = append(out, "failed: "+s.Error)
-	}
-	if s.Drift > 0 {
-		now := "repaired"
-		if s.Error != "" {
-			now = "not repaired"
-		}
-		out = append(out, fmt.Sprintf("%s: %d %s changed by another program: %s", now, s.Drift, plural("thing", s.Drift), s.DriftDetail))
-	} else if s.Suspicion != "" {
-		out = append(out, "looked because "+s.Suspicion)
-	}
-	if s.Waiting > 0 {
-		out = append(out, fmt.Sprintf("%d ServicePorts left to the next sync", s.Waiting))
-	}
-	if s.Repeated > 0 {
-		out = append(out, fmt.Sprintf("nothing to do, %d times since %s", s.Repeated+1, s.Began.Format(time.RFC3339)))
-	} else if s.Trivial() {
-		out = append(out, "nothing to do")
-	}
-	if len(out) == 0 {
-		return "in sync"
-	}
-	return strings.Join(out, "; ")
+	now := either(s.Error != "", "not repaired", "repaired")
+	drift := fmt.Sprintf("%s: %s changed by another program: %s", now, counted(s.Drift, "thing"), s.DriftDetail)
+	repeated := fmt.Sprintf("nothing to do, %d times since %s", s.Repeated+1, s.Began.Format(time.RFC3339))
+	return cmp.Or(joined("; ", with("failed: ", s.Error), either(s.Drift > 0, drift, with("looked because ", s.Suspicion)),
+		when(s.Waiting > 0, fmt.Sprintf("%d ServicePorts left to the next sync", s.Waiting)),
+		either(s.Repeated > 0, repeated, when(s.Trivial(), "nothing to do"))), "in sync")
 }

@@ -203,18 +203,6 @@ type Finding struct {
 	Effect   string `json:"effect,omitempty"`
 }
 
-func asFinding(f source.Finding) Finding {
-	return Finding{f.Severity.String(), f.Where, f.Object, f.Field, f.Detail, f.Effect}
-}
-
-func asFindings(list []source.Finding) []Finding {
-	out := make([]Finding, 0, len(list))
-	for _, f := range list {
-		out = append(out, asFinding(f))
-	}
-	return out
-}
-
 // AllFindings returns what is wrong now: with objects first, then with the node.
 func (n *Node) AllFindings() []Finding {
 	var list []source.Finding
@@ -237,7 +225,11 @@ func (n *Node) AllFindings() []Finding {
 			list = append(list, f)
 		}
 	}
-	return asFindings(list)
+	out := make([]Finding, len(list))
+	for i, f := range list {
+		out[i] = Finding{f.Severity.String(), f.Where, f.Object, f.Field, f.Detail, f.Effect}
+	}
+	return out
 }
 
 func (n *Node) otherFindings() []source.Finding {
@@ -293,27 +285,17 @@ func (e *UnknownServiceError) Error() string {
 	if e.Partial {
 		s = fmt.Sprintf("no Service %s is known, but %s; see \"nodeproxy get findings\"", e.Service, rulesStay)
 	}
-	var hints []string
-	for _, o := range append(slices.Clone(e.Similar), e.Elsewhere...) {
-		hints = append(hints, o.String())
-	}
+	hints := words(slices.Concat(e.Similar, e.Elsewhere), plan.Service.String)
 	if len(hints) == 0 && len(e.Namespaces) > 0 {
 		s += fmt.Sprintf("; no Service of namespace %s is known", e.Service.Namespace)
-		for _, ns := range e.Namespaces {
-			hints = append(hints, "namespace "+ns)
-		}
+		hints = words(e.Namespaces, func(ns string) string { return "namespace " + ns })
 	}
 	return s + didYouMean(hints)
 }
 
 // DidYouMean suggests those of some names that one which is not among them may have been meant to be; "" if there are none.
 func DidYouMean(name string, names []string) string {
-	var hints []string
-	for _, n := range names {
-		if similar(n, name) {
-			hints = append(hints, n)
-		}
-	}
+	hints := only(names, func(n string) bool { return similar(n, name) })
 	slices.Sort(hints)
 	return didYouMean(slices.Compact(hints))
 }

@@ -96,6 +96,30 @@ func BenchmarkAnswers(b *testing.B) {
 	}
 }
 
+// serve answers by what node returns at the socket with the path that it returns, and returns a Client of it, and what ends that before the test does.
+func serve(t *testing.T, node func() *Node) (client *Client, path string, end func()) {
+	t.Helper()
+	path = filepath.Join(t.TempDir(), "s")
+	l, err := Listen(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var running sync.WaitGroup
+	running.Go(func() {
+		if err := Serve(l, Handler(node)); err != nil {
+			t.Error(err)
+		}
+	})
+	client = NewClient(path)
+	end = func() {
+		client.http.CloseIdleConnections()
+		l.Close()
+		running.Wait()
+	}
+	t.Cleanup(end)
+	return client, path, end
+}
+
 // TestClient: answers, errors and the lack of an answer come through a socket as they are.
 func TestClient(t *testing.T) {
 	t.Parallel()
@@ -103,24 +127,8 @@ func TestClient(t *testing.T) {
 	refused := plan.Key{Service: plan.Service{Namespace: "default", Name: "s-1"}, Protocol: plan.TCP, Family: plan.IPv4}
 	n.Refused = func() []plan.Refusal { return []plan.Refusal{{Key: refused}} }
 	n.Programmed = func() *plan.Snapshot { return nil }
-	var running sync.WaitGroup
 	var node atomic.Pointer[Node]
-	path := filepath.Join(t.TempDir(), "s")
-	l, err := Listen(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	running.Go(func() {
-		if err := Serve(l, Handler(node.Load)); err != nil {
-			t.Error(err)
-		}
-	})
-	defer func() {
-		l.Close()
-		running.Wait()
-	}()
-	client := NewClient(path)
-	defer client.http.CloseIdleConnections()
+	client, path, end := serve(t, node.Load)
 
 	var answer *AnswerError
 	if _, err := client.Findings(t.Context()); !errors.As(err, &answer) || answer.Status != http.StatusServiceUnavailable {
@@ -163,7 +171,7 @@ func TestClient(t *testing.T) {
 	if err != nil || len(findings) != 1 || findings[0].Object != "Service default/s-1" {
 		t.Errorf("findings: %+v, %v", findings, err)
 	}
-	l.Close()
+	end()
 	if _, err := NewClient(path).Findings(t.Context()); err == nil {
 		t.Error("a closed socket answers")
 	}
@@ -172,8 +180,7 @@ func TestClient(t *testing.T) {
 // TestSilence: a process that accepts a question and does not answer it holds nobody for long, and one that takes its time is waited for.
 func TestSilence(t *testing.T) {
 	t.Parallel()
-	dir := t.TempDir()
-	silent, err := net.Listen("unix", filepath.Join(dir, "silent")) // The kernel accepts; nobody reads.
+	silent, err := net.Listen("unix", filepath.Join(t.TempDir(), "silent")) // The kernel accepts; nobody reads.
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -185,25 +192,9 @@ func TestSilence(t *testing.T) {
 		t.Errorf("a process that hangs: %v", err)
 	}
 
-	path := filepath.Join(dir, "slow")
-	l, err := Listen(path)
-	if err != nil {
-		t.Fatal(err)
-	}
 	release, asked := make(chan struct{}), make(chan struct{}, 2)
 	n, _ := manyServices(t, 1)
-	var running sync.WaitGroup
-	running.Go(func() {
-		if err := Serve(l, Handler(func() *Node { asked <- struct{}{}; <-release; return n })); err != nil {
-			t.Error(err)
-		}
-	})
-	client = NewClient(path)
-	defer func() {
-		client.http.CloseIdleConnections()
-		l.Close()
-		running.Wait()
-	}()
+	client, _, _ = serve(t, func() *Node { asked <- struct{}{}; <-release; return n })
 	client.longest = 10 * time.Second // in which it takes the question, and gives no answer
 	if _, err := client.Findings(t.Context()); !errors.As(err, &none) || !none.Began || !strings.Contains(err.Error(), "has taken the question") {
 		t.Errorf("one that takes too long: %v", err)
@@ -284,11 +275,7 @@ func TestElsewhere(t *testing.T) {
 		for _, r := range strings.Fields(tt.ranges) {
 			ranges = append(ranges, netip.MustParsePrefix(r))
 		}
-		f := plan.IPv4
-		if strings.Contains(tt.ranges, ":") {
-			f = plan.IPv6
-		}
-		got, ok := elsewhere(f, ranges)
+		got, ok := elsewhere(plan.FamilyOf(ranges[0].Addr()), ranges)
 		if ok != (tt.want != "") || ok && got.String() != tt.want {
 			t.Errorf("not in %s: %s, %t, want %s", tt.ranges, got, ok, tt.want)
 		}

@@ -141,20 +141,16 @@ func (s *SeenPacket) lostBy() string {
 
 // outcomeFor returns the outcome that fits a packet best.
 func (p *PacketTrace) outcomeFor(s *SeenPacket) TraceOutcome {
-	best, points := p.Outcomes[0], -1
-	for _, o := range p.Outcomes {
-		n := 0
+	fits := func(o TraceOutcome) (points int) {
 		if o.Endpoint == s.Endpoint {
-			n += 2
+			points += 2
 		}
 		if o.Masqueraded == s.Masqueraded {
-			n++
+			points++
 		}
-		if n > points {
-			best, points = o, n
-		}
+		return points
 	}
-	return best
+	return slices.MaxFunc(p.Outcomes, func(a, b TraceOutcome) int { return fits(a) - fits(b) })
 }
 
 // matchSteps finds the steps that were predicted, each behind the one before. Where a rule reads differently, as nftables itself prints
@@ -241,11 +237,7 @@ func WriteLive(w io.Writer, l *Live) error {
 	}
 	for i := range l.Seen {
 		s := &l.Seen[i]
-		fmt.Fprintf(w, "\nConnection %d: %s to %s", i+1, s.Source, s.Destination)
-		if s.In != "" {
-			fmt.Fprintf(w, ", by %s", Printable(s.In))
-		}
-		fmt.Fprintln(w)
+		fmt.Fprintf(w, "\nConnection %d: %s to %s%s\n", i+1, s.Source, s.Destination, with(", by ", Printable(s.In)))
 		if earlier := slices.IndexFunc(l.Seen[:i], s.repeats); earlier >= 0 {
 			fmt.Fprintf(w, "  Connection %d again, of which this is one more packet before an answer.\n", earlier+1)
 		}
@@ -265,12 +257,8 @@ func WriteLive(w io.Writer, l *Live) error {
 	for _, n := range l.Notes {
 		fmt.Fprintln(w, Printable(n))
 	}
-	wrong := 0
-	for _, s := range l.Seen {
-		if len(s.Differences) > 0 {
-			wrong++
-		}
-	}
+	count := func(is func(SeenPacket) bool) int { return len(only(l.Seen, is)) }
+	wrong := count(func(s SeenPacket) bool { return len(s.Differences) > 0 })
 	switch {
 	case len(l.Seen) == 0 && l.Passed > 0:
 		fmt.Fprintf(w, "%d packets of older connections passed: these keep the endpoint with which they began. Have the client connect anew.\n", l.Passed)
@@ -281,43 +269,17 @@ func WriteLive(w io.Writer, l *Live) error {
 	case wrong > 0:
 		fmt.Fprintf(w, "%d of %d connections differ from the prediction.\n", wrong, len(l.Seen))
 	default:
-		text := "The connection went as predicted"
-		if len(l.Seen) > 1 {
-			text = fmt.Sprintf("All %d connections went as predicted", len(l.Seen))
-		}
-		if n := refused(l.Seen); n > 0 {
-			text += fmt.Sprintf(", but %d had a reset (RST) for an answer: see whether anything listens at the endpoint", n)
-		}
-		if n := unanswered(l.Seen); n > 0 {
-			text += fmt.Sprintf(", but %d had no answer: see whether the endpoint answers, and whether its answer comes back by way of this node (nodeproxy explain)", n)
-		}
-		fmt.Fprintln(w, text+".")
+		refused := count(SeenPacket.refused)
+		unanswered := count(func(s SeenPacket) bool { return s.Action == plan.Forward.String() && !s.Answered })
+		fmt.Fprintf(w, "%s went as predicted%s%s.\n", either(len(l.Seen) > 1, fmt.Sprintf("All %d connections", len(l.Seen)), "The connection"),
+			when(refused > 0, fmt.Sprintf(", but %d had a reset (RST) for an answer: see whether anything listens at the endpoint", refused)),
+			when(unanswered > 0, fmt.Sprintf(", but %d had no answer: see whether the endpoint answers, and whether its answer comes back by way of this node (nodeproxy explain)", unanswered)))
 	}
 	return nil
 }
 
 // refused reports whether the answer refuses the connection, and gets to the client.
-func (s *SeenPacket) refused() bool { return s.Answered && s.Answer != nil && s.Answer.Refuses }
-
-// refused is how many connections were refused.
-func refused(seen []SeenPacket) (n int) {
-	for _, s := range seen {
-		if s.refused() {
-			n++
-		}
-	}
-	return n
-}
-
-// unanswered is how many connections were forwarded, and not answered.
-func unanswered(seen []SeenPacket) (n int) {
-	for _, s := range seen {
-		if s.Action == plan.Forward.String() && !s.Answered {
-			n++
-		}
-	}
-	return n
-}
+func (s SeenPacket) refused() bool { return s.Answered && s.Answer != nil && s.Answer.Refuses }
 
 func (s SeenStep) equal(o SeenStep) bool {
 	return s.TraceStep.equal(o.TraceStep) && s.Verdict == o.Verdict
@@ -327,15 +289,11 @@ func (s SeenStep) equal(o SeenStep) bool {
 func (s *SeenPacket) write(w io.Writer) error {
 	p := s.Prediction
 	outcome := p.outcomeFor(s)
-	source := func(masqueraded bool) string {
-		if masqueraded {
-			return "masqueraded"
-		}
-		return "kept"
-	}
+	source := func(masqueraded bool) string { return either(masqueraded, "masqueraded", "kept") }
 	rows := [][]string{{"  result", actionWords[p.Action], actionWords[s.Action]}}
+	pod := when(outcome.Endpoint == s.Endpoint && outcome.Pod != "", "("+outcome.Pod+")")
 	if p.Action == plan.Forward.String() || s.Endpoint != "" {
-		rows = append(rows, []string{"  endpoint", p.endpoints(), cmp.Or(strings.TrimSpace(s.Endpoint+" "+podOf(p, s.Endpoint)), "-")},
+		rows = append(rows, []string{"  endpoint", p.endpoints(), cmp.Or(joined(" ", s.Endpoint, pod), "-")},
 			[]string{"  source", source(outcome.Masqueraded), source(s.Masqueraded)})
 	}
 	rows = append(rows, []string{"  answered", "-", s.answered()})
@@ -358,34 +316,17 @@ func (s *SeenPacket) answered() string {
 	case s.Answered && s.Answer == nil:
 		return "yes, but the answer was not seen to pass this node's last hook"
 	case s.refused():
-		by := ""
-		if s.Answer.In != "" {
-			by = " by " + Printable(s.Answer.In)
-		}
-		return fmt.Sprintf("refused: a reset (RST) came from %s%s", s.Answer.From, by)
+		return fmt.Sprintf("refused: a reset (RST) came from %s%s", s.Answer.From, with(" by ", Printable(s.Answer.In)))
 	case s.Answered:
 		return "yes"
 	}
 	return "no"
 }
 
-func podOf(p *PacketTrace, endpoint string) string {
-	for _, o := range p.Outcomes {
-		if o.Endpoint == endpoint && o.Pod != "" {
-			return "(" + o.Pod + ")"
-		}
-	}
-	return ""
-}
-
 // endpoints are those that were predicted, in short.
 func (p *PacketTrace) endpoints() string {
-	var list []string
-	for _, o := range p.Outcomes {
-		if o.Endpoint != "" {
-			list = append(list, o.Endpoint+" "+percent(o.Probability))
-		}
-	}
+	led := only(p.Outcomes, func(o TraceOutcome) bool { return o.Endpoint != "" })
+	list := words(led, func(o TraceOutcome) string { return o.Endpoint + " " + percent(o.Probability) })
 	const most = 3
 	if n := len(list); n > most {
 		list = append(list[:most:most], fmt.Sprintf("%d more", n-most))

@@ -9,29 +9,43 @@ import (
 	"strings"
 
 	v1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/labels"
 
 	"nodeproxy/plan"
-	"nodeproxy/proxier"
-	"nodeproxy/topology"
+	"nodeproxy/source"
 )
 
 // podsOf returns the Pods of the Service's namespace and those of other namespaces; false where Pods can't be read.
 func (c *diagnosis) podsOf() (here, elsewhere []*v1.Pod, known bool) {
 	if c.readPods != nil {
 		list, err := c.readPods(c.d.Service.Namespace)
-		c.allPods, c.podsKnown, c.readPods = list, err == nil, nil
+		c.podsKnown, c.readPods = err == nil, nil
+		byName := func(a, b *v1.Pod) int { return strings.Compare(a.Namespace+"/"+a.Name, b.Namespace+"/"+b.Name) }
+		list = slices.SortedFunc(slices.Values(list), byName)
+		own := func(p *v1.Pod) bool { return p.Namespace == c.d.Service.Namespace }
+		c.podsHere, c.podsElsewhere = only(list, own), only(list, func(p *v1.Pod) bool { return !own(p) })
 	}
-	for _, p := range c.allPods {
-		if p.Namespace == c.d.Service.Namespace {
-			here = append(here, p)
-		} else {
-			elsewhere = append(elsewhere, p)
+	return c.podsHere, c.podsElsewhere, c.podsKnown
+}
+
+// podsByName returns the Pods of the Service's namespace; false where they can't be read.
+func (c *diagnosis) podsByName() (map[string]*v1.Pod, bool) {
+	out := map[string]*v1.Pod{}
+	here, _, known := c.podsOf()
+	for _, p := range here {
+		out[p.Name] = p
+	}
+	return out, known
+}
+
+// podAddrs returns the addresses of a Pod.
+func podAddrs(p *v1.Pod) (out []netip.Addr) {
+	for _, ip := range append([]v1.PodIP{{IP: p.Status.PodIP}}, p.Status.PodIPs...) {
+		if a, ok := source.ParseIP(ip.IP); ok && !slices.Contains(out, a) {
+			out = append(out, a)
 		}
 	}
-	byName := func(a, b *v1.Pod) int { return strings.Compare(a.Namespace+"/"+a.Name, b.Namespace+"/"+b.Name) }
-	slices.SortFunc(here, byName)
-	slices.SortFunc(elsewhere, byName)
-	return here, elsewhere, c.podsKnown
+	return out
 }
 
 // mismatch is how a Pod's labels differ from the selector.
@@ -103,56 +117,25 @@ func nearMisses(selector map[string]string, pods []*v1.Pod) []mismatch {
 }
 
 func selected(selector map[string]string, pods []*v1.Pod) []*v1.Pod {
-	var out []*v1.Pod
-	for _, p := range pods {
-		if len(compareLabels(selector, p).differs) == 0 {
-			out = append(out, p)
-		}
-	}
-	return out
-}
-
-// lead begins the sentence about a Service without endpoints: that of a ServicePort or, if it is nil, of a headless Service.
-func (c *diagnosis) lead(sp *plan.ServicePort) string {
-	if sp == nil {
-		return "The Service has no endpoints, so its name has no addresses in DNS: "
-	}
-	return "The Service has no endpoints, so connections are refused: " // Whatever the port: it is said once.
+	is := labels.SelectorFromSet(selector)
+	return only(pods, func(p *v1.Pod) bool { return is.Matches(labels.Set(p.Labels)) })
 }
 
 // noPods says why a Service with a selector has no endpoints, by the Pods; false if they do not tell. A headless Service has no ServicePort.
 func (c *diagnosis) noPods(sp *plan.ServicePort) bool {
 	here, elsewhere, known := c.podsOf()
-	if !known {
-		return false
-	}
-	lead, text, ns := c.lead(sp), selector(c.d.Selector), c.d.Service.Namespace
 	match := selected(c.d.Selector, here)
-	var names, plain []string
-	reasons := map[string]bool{}
-	ended := true
-	for _, p := range match {
-		if why := withoutEndpoint(p); why != "" {
-			names, plain = append(names, p.Name+" ("+why+")"), append(plain, p.Name)
-			reasons[why] = true
-			ended = ended && strings.HasPrefix(why, hasEnded)
-		}
-	}
-	if len(reasons) == 1 && len(names) > 1 && len(names) == len(match) {
-		names = []string{some(plain) + " (" + slices.Collect(maps.Keys(reasons))[0] + ")"}
-	}
-	if len(here) >= mostPods && len(match) == 0 { // There may be others.
+	if !known || len(here) >= mostPods && len(match) == 0 { // There may be others.
 		return false
 	}
-	if len(plain) < len(match) {
+	text, ns := selector(c.d.Selector), c.d.Service.Namespace
+	reasons := words(match, withoutEndpoint)
+	if slices.Contains(reasons, "") {
 		if sp == nil || c.noNamedPort(sp, match) {
 			return sp != nil
 		}
 		of := func(p *v1.Pod) bool {
-			return withoutEndpoint(p) == "" && slices.ContainsFunc(append([]v1.PodIP{{IP: p.Status.PodIP}}, p.Status.PodIPs...), func(ip v1.PodIP) bool {
-				a, err := netip.ParseAddr(ip.IP)
-				return err == nil && plan.FamilyOf(a) == sp.Key.Family
-			})
+			return withoutEndpoint(p) == "" && slices.ContainsFunc(podAddrs(p), func(a netip.Addr) bool { return plan.FamilyOf(a) == sp.Key.Family })
 		}
 		if !slices.ContainsFunc(match, of) {
 			c.add(problem, OtherFamily, otherFamily, "The Service has an %s cluster IP, but the Pods that its selector %s matches have no address of that family, so connections are refused.", sp.Key.Family, text)
@@ -160,46 +143,47 @@ func (c *diagnosis) noPods(sp *plan.ServicePort) bool {
 		}
 		return false // The controller has yet to follow.
 	}
+	// Whatever the port: it is said once.
+	lead := "The Service has no endpoints, so " + either(sp == nil, "its name has no addresses in DNS: ", "connections are refused: ")
 	nearly, near := c.nearly(here)
+	rest, which := withoutSet(c.d.Selector)
+	ofRest, others := selected(rest, here), selected(c.d.Selector, elsewhere)
+	do := "create the Pods, or correct spec.selector: kubectl -n " + ns + " get pods --show-labels"
 	switch {
-	case len(match) > 0 && ended && near >= exactly:
-		c.add(problem, NoEndpoints, toMatch, "%sall Pods that its selector %s matches have ended: %s. %s", lead, text, some(names), nearly)
-		return true
 	case len(match) > 0:
-		do := "find out why the Pods do not run"
-		if held(match[0]) {
-			do = "find out why the finalizer stays; a StatefulSet does not replace the Pod before"
-		}
-		c.add(problem, NoEndpoints, do+": kubectl -n "+ns+" describe pod "+match[0].Name,
-			"%snone of the Pods that its selector %s matches can be an endpoint: %s.", lead, text, some(names))
-		return true
-	}
-	if rest, which := withoutSet(c.d.Selector); which != "" {
-		if others := selected(rest, here); len(rest) > 0 && len(others) > 0 {
-			c.add(problem, SelectorMatchesNothing, "have that Pod made again (scale up its controller), or take the label out of spec.selector",
-				"%sits selector %s matches no Pod. A controller sets the label %s, and gives no Pod this value now; the rest of the selector matches %s.",
-				lead, text, which, podNames(others))
-			return true
-		}
-	}
-	others := selected(c.d.Selector, elsewhere)
-	if near > 0 && (len(others) == 0 || near >= exactly) {
+		c.noneRuns(match, reasons, lead, nearly, near)
+	case which != "" && len(rest) > 0 && len(ofRest) > 0:
+		c.add(problem, SelectorMatchesNothing, "have that Pod made again (scale up its controller), or take the label out of spec.selector",
+			"%sits selector %s matches no Pod. A controller sets the label %s, and gives no Pod this value now; the rest of the selector matches %s.",
+			lead, text, which, podNames(ofRest))
+	case near > 0 && (len(others) == 0 || near >= exactly):
 		c.add(problem, SelectorMatchesNothing, toMatch, "%sits selector %s matches no Pod. %s", lead, text, nearly)
-		return true
-	}
-	if len(others) > 0 {
+	case len(others) > 0:
 		c.add(problem, SelectorMatchesNothing, "create the Service in the namespace of its Pods",
 			"%sits selector %s matches no Pod of namespace %s. Those of other namespaces do not count, such as %s/%s.",
 			lead, text, ns, others[0].Namespace, others[0].Name)
-		return true
-	}
-	do := "create the Pods, or correct spec.selector: kubectl -n " + ns + " get pods --show-labels"
-	if len(here) == 0 {
+	case len(here) == 0:
 		c.add(problem, SelectorMatchesNothing, do, "%sits selector %s matches no Pod, since there is none in namespace %s.", lead, text, ns)
-		return true
+	default:
+		c.add(problem, SelectorMatchesNothing, do, "%sits selector %s matches no Pod, and no Pod in namespace %s has any of these labels.", lead, text, ns)
 	}
-	c.add(problem, SelectorMatchesNothing, do, "%sits selector %s matches no Pod, and no Pod in namespace %s has any of these labels.", lead, text, ns)
 	return true
+}
+
+// noneRuns is about Pods that the selector matches, and of which none can be an endpoint, each for a reason.
+func (c *diagnosis) noneRuns(match []*v1.Pod, reasons []string, lead, nearly string, near int) {
+	names := some(words(match, func(p *v1.Pod) string { return p.Name + " (" + withoutEndpoint(p) + ")" }))
+	if len(slices.Compact(slices.Sorted(slices.Values(reasons)))) == 1 {
+		names = podNames(match) + " (" + reasons[0] + ")"
+	}
+	runs := func(why string) bool { return !strings.HasPrefix(why, hasEnded) }
+	if near >= exactly && !slices.ContainsFunc(reasons, runs) {
+		c.add(problem, NoEndpoints, toMatch, "%sall Pods that its selector %s matches have ended: %s. %s", lead, selector(c.d.Selector), names, nearly)
+		return
+	}
+	do := either(held(match[0]), "find out why the finalizer stays; a StatefulSet does not replace the Pod before", "find out why the Pods do not run")
+	c.add(problem, NoEndpoints, do+": kubectl -n "+c.d.Service.Namespace+" describe pod "+match[0].Name,
+		"%snone of the Pods that its selector %s matches can be an endpoint: %s.", lead, selector(c.d.Selector), names)
 }
 
 // toMatch is what to do about a selector that nearly matches.
@@ -211,25 +195,14 @@ func (c *diagnosis) nearly(pods []*v1.Pod) (text string, likeness int) {
 	if len(near) == 0 {
 		return "", 0
 	}
-	var alike []*v1.Pod
-	for _, m := range near {
-		if slices.Equal(m.differs, near[0].differs) {
-			alike = append(alike, m.pod)
-		}
-	}
-	who := "Pod " + podNames(alike) + " nearly matches"
-	if len(alike) > 1 {
-		who = "Pods " + podNames(alike) + " nearly match"
-	}
+	alike := only(near, func(m mismatch) bool { return slices.Equal(m.differs, near[0].differs) })
+	names := some(words(alike, func(m mismatch) string { return m.pod.Name }))
+	who := either(len(alike) > 1, "Pods "+names+" nearly match", "Pod "+names+" nearly matches")
 	return fmt.Sprintf("%s: %s.", who, strings.Join(near[0].differs, " and ")), near[0].likeness
 }
 
 func podNames(pods []*v1.Pod) string {
-	var names []string
-	for _, p := range pods {
-		names = append(names, p.Name)
-	}
-	return some(names)
+	return some(words(pods, func(p *v1.Pod) string { return p.Name }))
 }
 
 // setByControllers are labels to which controllers give values that differ from Pod to Pod, or change with each version. A value that no Pod has is
@@ -289,7 +262,7 @@ func held(p *v1.Pod) bool { return p.DeletionTimestamp != nil && len(p.Finalizer
 
 // noNamedPort says that Pods which could be endpoints have no port of the targetPort's name; false if that is not why there are none.
 func (c *diagnosis) noNamedPort(sp *plan.ServicePort, pods []*v1.Pod) bool {
-	target := c.target(sp.Key)
+	target := targetOf(c.d, sp.Key).Target
 	if isNumber(target) {
 		return false
 	}
@@ -298,10 +271,7 @@ func (c *diagnosis) noNamedPort(sp *plan.ServicePort, pods []*v1.Pod) bool {
 	if slices.ContainsFunc(declared, named) {
 		return false // The controller has yet to follow.
 	}
-	what := "what they declare is " + portList(declared)
-	if len(declared) == 0 {
-		what = "they declare none for this protocol"
-	}
+	what := either(len(declared) > 0, "what they declare is "+portList(declared), "they declare none for this protocol")
 	do := fmt.Sprintf("give a container port of the Pods the name %q, or set spec.ports[].targetPort to what they have", target)
 	if other := declaredFor(pods, sp.Key.Protocol, named); other != "" {
 		what = "the port of this name is for " + string(other)
@@ -327,18 +297,18 @@ func declaredFor(pods []*v1.Pod, but plan.Protocol, is func(v1.ContainerPort) bo
 
 // targetPort says whether the Pods declare the targetPort of a ServicePort that has endpoints.
 func (c *diagnosis) targetPort(sp *plan.ServicePort) {
-	target := c.target(sp.Key)
+	target := targetOf(c.d, sp.Key).Target
 	here, _, known := c.podsOf()
 	if !known || len(c.d.Selector) == 0 {
 		return
 	}
+	pods := selected(c.d.Selector, here)
 	if !isNumber(target) {
-		c.lackNamed(sp, target, selected(c.d.Selector, here))
-		c.twiceNamed(sp, target, selected(c.d.Selector, here))
+		c.lackNamed(sp, target, pods)
+		c.twiceNamed(sp, target, pods)
 		return
 	}
 	is := func(p v1.ContainerPort) bool { return fmt.Sprint(p.ContainerPort) == target }
-	pods := selected(c.d.Selector, here)
 	declared := containerPorts(pods, sp.Key.Protocol)
 	if slices.ContainsFunc(declared, is) {
 		c.otherApp(sp, target, pods, is)
@@ -351,9 +321,9 @@ func (c *diagnosis) targetPort(sp *plan.ServicePort) {
 	}
 	if len(declared) > 0 {
 		do := "if the Pods do not listen there, set spec.ports[].targetPort to the port at which they do"
-		i := slices.IndexFunc(c.d.Ports, func(p proxier.Port) bool { return p.Name == sp.Key.Port && p.Protocol == sp.Key.Protocol })
-		if i >= 0 && slices.ContainsFunc(declared, func(p v1.ContainerPort) bool { return p.ContainerPort == int32(c.d.Ports[i].Number) }) {
-			do = fmt.Sprintf("if the Pods do not listen there, set spec.ports[].targetPort to %d, or swap port and targetPort if they are the wrong way round", c.d.Ports[i].Number)
+		number := targetOf(c.d, sp.Key).Number
+		if slices.ContainsFunc(declared, func(p v1.ContainerPort) bool { return p.ContainerPort == int32(number) }) {
+			do = fmt.Sprintf("if the Pods do not listen there, set spec.ports[].targetPort to %d, or swap port and targetPort if they are the wrong way round", number)
 		}
 		c.add(note, TargetPortNotDeclared, do,
 			"The targetPort is %s, and no container of the Pods declares this port%s; what they declare is %s.", target, c.name(sp), portList(declared))
@@ -362,20 +332,14 @@ func (c *diagnosis) targetPort(sp *plan.ServicePort) {
 
 // lackNamed names the Pods that have no port of the targetPort's name, though others have: those are no endpoints.
 func (c *diagnosis) lackNamed(sp *plan.ServicePort, target string, pods []*v1.Pod) {
-	var lack []*v1.Pod
-	for _, p := range pods {
-		named := func(port v1.ContainerPort) bool { return port.Name == target }
-		if p.DeletionTimestamp == nil && withoutEndpoint(p) == "" && !slices.ContainsFunc(containerPorts([]*v1.Pod{p}, sp.Key.Protocol), named) {
-			lack = append(lack, p)
-		}
-	}
+	named := func(port v1.ContainerPort) bool { return port.Name == target }
+	lack := only(pods, func(p *v1.Pod) bool {
+		return p.DeletionTimestamp == nil && withoutEndpoint(p) == "" && !slices.ContainsFunc(containerPorts([]*v1.Pod{p}, sp.Key.Protocol), named)
+	})
 	if len(lack) == 0 {
 		return
 	}
-	what := "none for this protocol"
-	if declared := containerPorts(lack, sp.Key.Protocol); len(declared) > 0 {
-		what = portList(declared)
-	}
+	what := cmp.Or(portList(containerPorts(lack, sp.Key.Protocol)), "none for this protocol")
 	c.add(problem, SelectorMatchesOthers, fmt.Sprintf("give a container port of these Pods the name %q, or exclude them by the selector if they are another app's", target),
 		"Some of the Pods that the selector %s matches declare no port %q (%s), which is the targetPort, and get no traffic%s: %s. What they declare is %s.",
 		selector(c.d.Selector), target, sp.Key.Protocol, c.name(sp), podNames(lack), what)
@@ -383,13 +347,8 @@ func (c *diagnosis) lackNamed(sp *plan.ServicePort, target string, pods []*v1.Po
 
 // twiceNamed names the Pods of which several containers have a port of the targetPort's name: the first counts.
 func (c *diagnosis) twiceNamed(sp *plan.ServicePort, target string, pods []*v1.Pod) {
-	var twice []*v1.Pod
-	for _, p := range pods {
-		named := slices.DeleteFunc(containerPorts([]*v1.Pod{p}, sp.Key.Protocol), func(port v1.ContainerPort) bool { return port.Name != target })
-		if len(named) > 1 {
-			twice = append(twice, p)
-		}
-	}
+	named := func(port v1.ContainerPort) bool { return port.Name == target }
+	twice := only(pods, func(p *v1.Pod) bool { return len(only(containerPorts([]*v1.Pod{p}, sp.Key.Protocol), named)) > 1 })
 	if len(twice) > 0 {
 		c.add(note, NameTwice, "give the ports different names, and set spec.ports[].targetPort to that of the container which is meant",
 			"More than one container of the Pods declares a port %q (%s), which is the targetPort, and the first of them gets the traffic%s: %s.", target, sp.Key.Protocol, c.name(sp), podNames(twice))
@@ -398,41 +357,22 @@ func (c *diagnosis) twiceNamed(sp *plan.ServicePort, target string, pods []*v1.P
 
 // otherApp names the Pods that declare other ports than the targetPort, which others declare: the selector may match them by mistake.
 func (c *diagnosis) otherApp(sp *plan.ServicePort, target string, pods []*v1.Pod, is func(v1.ContainerPort) bool) {
-	var others []*v1.Pod
-	var names []string
-	for _, p := range pods {
+	others := only(pods, func(p *v1.Pod) bool {
 		own := containerPorts([]*v1.Pod{p}, sp.Key.Protocol)
-		if p.DeletionTimestamp == nil && withoutEndpoint(p) == "" && len(own) > 0 && !slices.ContainsFunc(own, is) {
-			others, names = append(others, p), append(names, p.Name)
-		}
-	}
+		return p.DeletionTimestamp == nil && withoutEndpoint(p) == "" && len(own) > 0 && !slices.ContainsFunc(own, is)
+	})
 	if len(others) == 0 {
 		return
 	}
 	c.add(note, SelectorMatchesOthers, "if they are another app's, give the selector a label that only the Service's own Pods have",
 		"The selector %s also matches Pods that do not declare the targetPort %s, though others do%s: %s. They get a share of the connections, "+
 			"and refuse it unless they listen there; what they declare is %s.",
-		selector(c.d.Selector), target, c.name(sp), some(names), portList(containerPorts(others, sp.Key.Protocol)))
-}
-
-// podsNotReady returns the Pods of endpoints that are neither ready nor terminating; "" for one of no Pod.
-func podsNotReady(list []topology.Endpoint) []string {
-	var out []string
-	for _, ep := range list {
-		if !ep.Ready && !ep.Terminating {
-			out = append(out, ep.Pod)
-		}
-	}
-	return out
+		selector(c.d.Selector), target, c.name(sp), podNames(others), portList(containerPorts(others, sp.Key.Protocol)))
 }
 
 // findUnready says how to find out why Pods are not ready.
 func (c *diagnosis) findUnready(names []string) string {
-	here, _, _ := c.podsOf()
-	pods := map[string]*v1.Pod{}
-	for _, p := range here {
-		pods[p.Name] = p
-	}
+	pods, _ := c.podsByName()
 	if names[0] == "" && len(c.d.Selector) > 0 { // Whose they are is not known.
 		return "find out why the readiness probes fail: kubectl -n " + c.d.Service.Namespace + " describe pod -l " + selector(c.d.Selector)
 	}
@@ -472,14 +412,10 @@ func (c *diagnosis) findUnready(names []string) string {
 		case !slices.ContainsFunc(running(p), func(c v1.Container) bool { return c.ReadinessProbe != nil }) && has(p, v1.ContainersReady, v1.ConditionFalse):
 			return "find out why the containers are not ready: " + describe
 		default:
-			if probe := oddProbe(p); probe != "" {
-				return fmt.Sprintf("find out why the readiness probes fail: %s: %s", probe, describe)
-			}
-			return "find out why the readiness probes fail: " + describe
+			return "find out why the readiness probes fail: " + joined(": ", oddProbe(p), describe)
 		}
 	}
-	slices.Sort(nodes)
-	if len(nodes) > 0 {
+	if slices.Sort(nodes); len(nodes) > 0 {
 		nodes = slices.Compact(nodes)
 		for _, name := range nodes {
 			if why := c.d.NodesDown[name]; why != "" {
@@ -513,10 +449,7 @@ func oddProbe(p *v1.Pod) string {
 		is := func(o v1.ContainerPort) bool {
 			return o.Name != "" && o.Name == port || fmt.Sprint(o.ContainerPort) == port
 		}
-		if port == istioProbes {
-			continue
-		}
-		if port != "" && len(declared) > 0 && !slices.ContainsFunc(declared, is) {
+		if port != "" && port != istioProbes && len(declared) > 0 && !slices.ContainsFunc(declared, is) {
 			return fmt.Sprintf("that of container %s of Pod %s asks port %s, and what the Pod declares is %s", ctr.Name, p.Name, port, portList(declared))
 		}
 	}
@@ -612,27 +545,19 @@ const mostPods = 5000
 
 // podsGone is about endpoints in use of Pods that there are not any more, or that have other addresses.
 func (c *diagnosis) podsGone(sp *plan.ServicePort, used map[netip.AddrPort]bool) {
-	here, _, known := c.podsOf()
-	if !known || len(here) == 0 || len(here) >= mostPods {
+	pods, known := c.podsByName()
+	if !known || len(pods) == 0 || len(pods) >= mostPods {
 		return
-	}
-	pods := map[string]*v1.Pod{}
-	for _, p := range here {
-		pods[p.Name] = p
 	}
 	var gone []string
 	for _, ep := range c.d.Endpoints(sp.Key) {
 		if ep.Pod == "" || !used[ep.Addr] {
 			continue
 		}
-		has := func(ip string) bool {
-			a, err := netip.ParseAddr(ip)
-			return err == nil && a.Unmap() == ep.Addr.Addr()
-		}
 		switch p := pods[ep.Pod]; {
 		case p == nil:
 			gone = append(gone, fmt.Sprintf("%s of Pod %s, which is gone", ep.Addr, ep.Pod))
-		case p.Status.PodIP != "" && !has(p.Status.PodIP) && !slices.ContainsFunc(p.Status.PodIPs, func(ip v1.PodIP) bool { return has(ip.IP) }):
+		case p.Status.PodIP != "" && !slices.Contains(podAddrs(p), ep.Addr.Addr()):
 			gone = append(gone, fmt.Sprintf("%s of Pod %s, which has %s now", ep.Addr, ep.Pod, p.Status.PodIP))
 		}
 	}
@@ -661,7 +586,7 @@ func closedGates(p *v1.Pod) map[string]string {
 
 // running returns the containers of a Pod that are meant to run as long as it does: of the init containers, only the sidecars.
 func running(p *v1.Pod) []v1.Container {
-	return slices.Concat(p.Spec.Containers, slices.DeleteFunc(slices.Clone(p.Spec.InitContainers), func(c v1.Container) bool { return !sidecar(c) }))
+	return slices.Concat(p.Spec.Containers, only(p.Spec.InitContainers, sidecar))
 }
 
 // sidecar reports whether an init container is not to end (KEP-753).
@@ -689,13 +614,7 @@ func containerPorts(pods []*v1.Pod, protocol plan.Protocol) []v1.ContainerPort {
 
 // portList is such as "8080 (http), 9090".
 func portList(ports []v1.ContainerPort) string {
-	var out []string
-	for _, p := range ports {
-		text := fmt.Sprint(p.ContainerPort)
-		if p.Name != "" {
-			text += " (" + p.Name + ")"
-		}
-		out = append(out, text)
-	}
-	return some(out)
+	return some(words(ports, func(p v1.ContainerPort) string {
+		return fmt.Sprint(p.ContainerPort) + when(p.Name != "", " ("+p.Name+")")
+	}))
 }

@@ -12,6 +12,7 @@ import (
 	"text/tabwriter"
 	"time"
 
+	"nodeproxy/inspect/reality"
 	"nodeproxy/plan"
 	"nodeproxy/proxier"
 	"nodeproxy/source"
@@ -85,7 +86,7 @@ type Status struct {
 	Source         SourceStatus   `json:"source"`
 	// Tracked is nil where it can't be read.
 	Tracked  *TrackedFlows `json:"tracked,omitempty"`
-	filtered []Filtered
+	filtered []reality.Filtered
 	// notForwarded are the families of which this node forwards nothing, though endpoints are elsewhere.
 	notForwarded []plan.Family
 	// refusing are endpoints on this node that get traffic and at which nothing listens, each with a Service.
@@ -134,24 +135,23 @@ type SourceStatus struct {
 // Status returns how this nodeproxy fares. What takes long is left out once ctx has ended.
 func (n *Node) Status(ctx context.Context) *Status {
 	self, now := n.Self(), time.Now()
-	s := &Status{Program: self.Program, Mode: n.Mode, Variant: self.Variant, Families: familyNames(self.Families), Unserved: familyNames(self.Unserved),
+	s := &Status{Program: self.Program, Mode: n.Mode, Variant: self.Variant,
+		Families: words(self.Families, plan.Family.String), Unserved: words(self.Unserved, plan.Family.String),
 		Started: self.Started, Now: now, Missing: append([]Missing{}, self.Missing...), Ready: len(self.Missing) == 0,
 		Neighbours: append([]Neighbour{}, self.Neighbours...), Refused: []string{}, Wrong: []string{}, WaitingSeconds: self.Waited.Seconds()}
 	n.View(func(state *proxier.State) {
 		s.Node, s.ServicePorts = state.Plan().Node.Name, len(state.Plan().Services)
 	})
-	if snapshot := n.snapshot(); snapshot != nil {
-		seen := map[netip.AddrPort]struct{}{}
-		for _, ports := range snapshot.Services() {
-			s.Services++
-			for _, sp := range ports {
-				for _, ep := range sp.All() {
-					seen[ep.Addr] = struct{}{}
-				}
+	snapshot, seen := n.snapshot(), map[netip.AddrPort]struct{}{}
+	for _, ports := range snapshot.Services() {
+		s.Services++
+		for _, sp := range ports {
+			for _, ep := range sp.All() {
+				seen[ep.Addr] = struct{}{}
 			}
 		}
-		s.Endpoints = len(seen)
 	}
+	s.Endpoints = len(seen)
 	for _, f := range n.AllFindings() {
 		if f.Severity == problem {
 			s.Problems++
@@ -167,15 +167,17 @@ func (n *Node) Status(ctx context.Context) *Status {
 	s.InSync = !s.InSyncSince.IsZero()
 	s.Syncs = statistics(n.History.Syncs())
 	s.Source = sourceStatus(self, now)
-	if snapshot := n.snapshot(); snapshot != nil && n.Reality != nil {
-		s.filtered, s.notForwarded = n.sampled(ctx, snapshot)
-	}
-	if snapshot := n.snapshot(); snapshot != nil && n.Reality != nil && n.Reality.Endpoints != nil {
-		s.refusing = n.refusing(ctx, snapshot)
-	}
-	if n.Reality != nil && n.Reality.Tracked != nil {
-		if t, err := n.Reality.Tracked(); err == nil {
-			s.Tracked = &t
+	if r := n.Reality; r != nil {
+		if snapshot != nil {
+			s.filtered, s.notForwarded = r.sampled(ctx, snapshot)
+		}
+		if snapshot != nil && r.Endpoints != nil {
+			s.refusing = r.refusing(ctx, snapshot)
+		}
+		if r.Tracked != nil {
+			if t, err := r.Tracked(); err == nil {
+				s.Tracked = &t
+			}
 		}
 	}
 	s.judge(self)
@@ -184,19 +186,17 @@ func (n *Node) Status(ctx context.Context) *Status {
 
 // sampled looks at the ways to one endpoint of IPv4 in each range of 256 addresses, which have the same route nearly everywhere, and to one of IPv6. It
 // returns those whose answers the kernel drops, and the families of which this node forwards nothing.
-func (n *Node) sampled(ctx context.Context, snapshot *plan.Snapshot) (filtered []Filtered, notForwarded []plan.Family) {
-	first, first6 := map[netip.Prefix]netip.Addr{}, netip.Addr{}
+func (r *Reality) sampled(ctx context.Context, snapshot *plan.Snapshot) (filtered []reality.Filtered, notForwarded []plan.Family) {
+	first := map[netip.Prefix]netip.Addr{}
 	for _, ports := range snapshot.Services() {
 		for _, sp := range ports {
 			for _, ep := range sp.All() {
 				a := ep.Addr.Addr()
-				if !a.Is4() {
-					if !first6.IsValid() || a.Less(first6) {
-						first6 = a
-					}
-					continue
+				bits := 0
+				if a.Is4() {
+					bits = 24
 				}
-				within := netip.PrefixFrom(a, 24).Masked()
+				within := netip.PrefixFrom(a, bits).Masked()
 				if known, is := first[within]; !is || a.Less(known) {
 					first[within] = a
 				}
@@ -205,18 +205,17 @@ func (n *Node) sampled(ctx context.Context, snapshot *plan.Snapshot) (filtered [
 	}
 	ctx, cancel := context.WithTimeout(ctx, checkTime)
 	defer cancel()
-	sample := slices.SortedFunc(maps.Values(first), netip.Addr.Compare)
+	all := slices.SortedFunc(maps.Values(first), netip.Addr.Compare)
+	sample := only(all, netip.Addr.Is4)
 	sample = sample[:min(len(sample), mostAddresses)]
-	if n.Reality.Reverse != nil {
-		if r, err := n.Reality.Reverse(ctx, sample); err == nil { // Else explain says it.
-			filtered = r.Filtered
+	if r.Reverse != nil {
+		if back, err := r.Reverse(ctx, sample); err == nil { // Else explain says it.
+			filtered = back.Filtered
 		}
 	}
-	if n.Reality.Ways != nil {
-		if first6.IsValid() {
-			sample = append(sample, first6)
-		}
-		if w, err := n.Reality.Ways(ctx, Places{Endpoints: sample}); err == nil {
+	if r.Ways != nil {
+		sample = append(sample, only(all, netip.Addr.Is6)...)
+		if w, err := r.Ways(ctx, reality.Places{Endpoints: sample}); err == nil {
 			notForwarded = w.NotForwarded
 		}
 	}
@@ -224,17 +223,11 @@ func (n *Node) sampled(ctx context.Context, snapshot *plan.Snapshot) (filtered [
 }
 
 // refusing returns the endpoints on this node at which nothing listens, of as many as are looked at.
-func (n *Node) refusing(ctx context.Context, snapshot *plan.Snapshot) (out []string) {
+func (r *Reality) refusing(ctx context.Context, snapshot *plan.Snapshot) (out []string) {
 	var ports []*plan.ServicePort
 	for _, list := range snapshot.Services() {
 		for _, sp := range list {
-			var here []plan.Endpoint
-			for _, ep := range sp.All() {
-				if ep.Local {
-					here = append(here, ep)
-				}
-			}
-			if len(here) > 0 {
+			if here := only(sp.All(), func(ep plan.Endpoint) bool { return ep.Local }); len(here) > 0 {
 				ports = append(ports, &plan.ServicePort{Key: sp.Key, Endpoints: plan.Endpoints{Cluster: here}})
 			}
 		}
@@ -242,12 +235,12 @@ func (n *Node) refusing(ctx context.Context, snapshot *plan.Snapshot) (out []str
 	slices.SortFunc(ports, func(a, b *plan.ServicePort) int { return a.Key.Compare(b.Key) })
 	ctx, cancel := context.WithTimeout(ctx, checkTime)
 	defer cancel()
-	list, err := n.Reality.Endpoints(ctx, ports)
+	list, err := r.Endpoints(ctx, ports)
 	if err != nil { // explain says it.
 		return nil
 	}
-	list = slices.DeleteFunc(list, func(l Listening) bool {
-		return l.Listens || l.Loopback || l.Several || l.Attachment != (Attachment{}) || isFrontend(snapshot, l.Addr)
+	list = slices.DeleteFunc(list, func(l reality.Listening) bool {
+		return l.Listens || l.Loopback || l.Several || l.Attachment != (reality.Attachment{}) || isFrontend(snapshot, l.Addr)
 	})
 	for _, l := range list {
 		for _, sp := range ports {
@@ -270,14 +263,6 @@ func isFrontend(snapshot *plan.Snapshot, at netip.AddrPort) bool {
 		}
 	}
 	return false
-}
-
-func familyNames(list []plan.Family) []string {
-	out := []string{}
-	for _, f := range list {
-		out = append(out, f.String())
-	}
-	return out
 }
 
 func statistics(list []Sync) SyncStatistics {
@@ -340,20 +325,15 @@ func (s *Status) judge(self Self) {
 		}
 	}
 	if len(stale) > 0 {
-		more := ""
-		if n := len(stale) - 1; n > 0 {
-			more = fmt.Sprintf("; nor is it for %d more %s of objects", n, plural("kind", n))
-		}
+		others := len(stale) - 1
+		more := when(others > 0, fmt.Sprintf("; nor is it for %d more %s of objects", others, plural(others, "kind")))
 		wrong("It is not ready (fresh): %s%s. Look at the API server, and at this node's way to it.", stale[0], more)
 	}
 	if s.Syncs.LastError != "" {
 		wrong("The last sync failed, and is tried again: %s. \"nodeproxy history\" has the syncs before.", s.Syncs.LastError)
 	}
 	if s.Ready && !s.Source.Connected {
-		away := ""
-		if !s.Source.AwaySince.IsZero() {
-			away = " for " + since(s.Source.AwaySince, s.Now)
-		}
+		away := with(" for ", since(s.Source.AwaySince, s.Now))
 		wrong("Nothing has come from %s%s, so that changes of Services are not known; what was known last stays in force (%s). Look at the API "+
 			"server, and at this node's way to it.", s.Source.From, away, cmp.Or(strings.Join(s.Source.Failures, "; "), "no error"))
 	}
@@ -384,25 +364,16 @@ func (s *Status) judge(self Self) {
 		wrong("%s To do: %s.", what, do)
 	}
 	if n := len(s.refusing); n > 0 {
-		wrong("Nothing listens at %d %s of this node, which %s traffic all the same: %s. \"nodeproxy explain\" says more.", n, plural("endpoint", n),
-			map[bool]string{true: "gets", false: "get"}[n == 1], few(s.refusing))
+		wrong("Nothing listens at %s of this node, which %s traffic all the same: %s. \"nodeproxy explain\" says more.", counted(n, "endpoint"),
+			either(n == 1, "gets", "get"), some(s.refusing))
 	}
 	if n := len(s.Refused); n > 0 {
-		wrong("The kernel refuses %d %s: %s. \"nodeproxy explain\" says why.", n, plural("ServicePort", n), few(s.Refused))
+		wrong("The kernel refuses %s: %s. \"nodeproxy explain\" says why.", counted(n, "ServicePort"), some(s.Refused))
 	}
 	if more := s.Problems - said; more > 0 {
-		wrong("There %s with objects or with the node; \"nodeproxy get findings\" lists them.", map[bool]string{true: "is a problem",
-			false: fmt.Sprintf("are %d problems", more)}[more == 1])
+		wrong("There %s with objects or with the node; \"nodeproxy get findings\" lists them.",
+			either(more == 1, "is a problem", fmt.Sprintf("are %d problems", more)))
 	}
-}
-
-// few names the first three of a list.
-func few(list []string) string {
-	text := strings.Join(list[:min(3, len(list))], ", ")
-	if more := len(list) - 3; more > 0 {
-		text += fmt.Sprintf(" and %d more", more)
-	}
-	return text
 }
 
 // WriteStatus writes a status on one screen.
@@ -411,33 +382,18 @@ func WriteStatus(w io.Writer, s *Status) error {
 	row := func(name string, parts ...string) {
 		fmt.Fprintf(t, "%s\t%s\n", name, Printable(joined(", ", parts...)))
 	}
-	mode := s.Mode
-	if s.Variant != "" {
-		mode += " (" + s.Variant + ")"
-	}
+	mode := s.Mode + when(s.Variant != "", " ("+s.Variant+")")
 	row("Program", s.Program, "up for "+since(s.Started, s.Now))
 	row("Node", s.Node)
 	row("Mode", mode, strings.Join(s.Families, " and "))
 	ready := "yes"
 	if !s.Ready {
-		var names []string
-		for _, m := range s.Missing {
-			names = append(names, m.Condition)
-		}
-		names = slices.Compact(names)
+		names := slices.Compact(words(s.Missing, func(m Missing) string { return m.Condition }))
 		ready = "no: " + strings.Join(names, ", ") + " missing"
 	}
 	row("Ready", ready)
-	inSync := "no"
-	if s.InSync {
-		inSync = "for " + since(s.InSyncSince, s.Now)
-	}
-	waits := ""
-	if s.WaitingSeconds > 0 {
-		waits = "a change has waited for " + seconds(s.WaitingSeconds)
-	}
-	row("In sync", inSync, waits)
-	row("Objects", counted("Service", s.Services), counted("ServicePort", s.ServicePorts), counted("endpoint", s.Endpoints)+" in use")
+	row("In sync", either(s.InSync, "for "+since(s.InSyncSince, s.Now), "no"), with("a change has waited for ", seconds(s.WaitingSeconds)))
+	row("Objects", counted(s.Services, "Service"), counted(s.ServicePorts, "ServicePort"), counted(s.Endpoints, "endpoint")+" in use")
 	source := "current"
 	switch {
 	case s.Source.LastEvent.IsZero() && s.Source.Connected:
@@ -450,10 +406,7 @@ func WriteStatus(w io.Writer, s *Status) error {
 	}
 	row("Source", s.Source.From, source)
 	if s.Syncs.Known > 0 {
-		failed := ""
-		if s.Syncs.Failed > 0 {
-			failed = fmt.Sprintf("%d failed", s.Syncs.Failed)
-		}
+		failed := when(s.Syncs.Failed > 0, fmt.Sprintf("%d failed", s.Syncs.Failed))
 		row("Syncs", fmt.Sprintf("%d of the last %s changed something", s.Syncs.Known, since(s.Syncs.Since, s.Now)), "median "+seconds(s.Syncs.Median),
 			"99 % within "+seconds(s.Syncs.P99), failed)
 	}
@@ -463,8 +416,8 @@ func WriteStatus(w io.Writer, s *Status) error {
 	if s.Tracked != nil {
 		row("Tracking", fmt.Sprintf("%d of at most %d flows", s.Tracked.Flows, s.Tracked.Most))
 	}
-	row("Findings", counted("problem", s.Problems), counted("note", s.Notes))
-	row("Refused", cmp.Or(few(s.Refused), "none"))
+	row("Findings", counted(s.Problems, "problem"), counted(s.Notes, "note"))
+	row("Refused", cmp.Or(some(s.Refused), "none"))
 	name := "Neighbours"
 	for _, n := range s.Neighbours {
 		row(name, n.What)
@@ -477,14 +430,8 @@ func WriteStatus(w io.Writer, s *Status) error {
 		return err
 	}
 	if len(s.Wrong) == 0 {
-		_, err := fmt.Fprint(w, "\nNothing is wrong.\n")
-		return err
+		fmt.Fprint(w, "\nNothing is wrong.\n")
 	}
-	fmt.Fprint(w, "\nWhat is wrong:\n")
-	for _, text := range s.Wrong {
-		fmt.Fprintf(w, "  - %s\n", Printable(text))
-	}
+	writeList(w, "What is wrong", s.Wrong)
 	return nil
 }
-
-func counted(noun string, n int) string { return fmt.Sprintf("%d %s", n, plural(noun, n)) }

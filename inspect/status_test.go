@@ -1,7 +1,6 @@
 package inspect
 
 import (
-	"context"
 	"errors"
 	"net/netip"
 	"strings"
@@ -9,6 +8,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"nodeproxy/inspect/reality"
 	"nodeproxy/plan"
 	"nodeproxy/proxier"
 	"nodeproxy/source"
@@ -103,27 +103,22 @@ func testStatusWrong(t *testing.T) {
 			}
 		}, []string{"2 problems, 0 notes\n", "- it wants this node.\n  - There is a problem with objects or with the node;"}},
 		"answers that rp_filter drops": {Self{}, func(n *Node) {
-			n.Reality = &Reality{Reverse: func(_ context.Context, list []netip.Addr) (*Reverse, error) {
-				return &Reverse{Filtered: []Filtered{{Addr: list[0], By: "eth1", Back: "eth0"}}}, nil
-			}}
+			n.Reality = &Reality{Reverse: reverse(reality.Reverse{Filtered: []reality.Filtered{{Addr: netip.MustParseAddr("10.244.0.1"), By: "eth1", Back: "eth0"}}})}
 		}, []string{"- The kernel drops the answers of endpoint 10.244.0.1: packets to it leave by eth1, where rp_filter is strict, but by the routes that hold for its answers " +
 			"they should come by eth0. To do: have the same routes hold for answers (ip rule), or set net.ipv4.conf.eth1.rp_filter to 2"}},
 		"no forwarding": {Self{}, func(n *Node) {
-			n.Reality = &Reality{Ways: func(_ context.Context, to Places) (*Ways, error) {
-				return &Ways{NotForwarded: []plan.Family{plan.FamilyOf(to.Endpoints[0])}}, nil
-			}}
+			n.Reality = &Reality{Ways: ways(reality.Ways{NotForwarded: []plan.Family{plan.IPv4}})}
 		}, []string{"- This node does not forward packets of IPv4 (net.ipv4.ip_forward is 0): of the connections to endpoints elsewhere, or from elsewhere to Pods, only its own get there. " +
 			"To do: set net.ipv4.ip_forward to 1, and see what has cleared it"}},
 		"an endpoint that refuses": {Self{}, func(n *Node) {
-			n.Reality = &Reality{Endpoints: func(_ context.Context, ports []*plan.ServicePort) ([]Listening, error) {
-				refused, open := ports[0].All()[0].Addr, ports[1].All()[0].Addr
-				return []Listening{{Addr: refused, Protocol: plan.TCP, Pod: true}, {Addr: open, Protocol: plan.TCP, Pod: true, Listens: true}}, nil
-			}}
+			at := netip.MustParseAddrPort
+			n.Reality = &Reality{Endpoints: listeners(reality.Listening{Addr: at("10.244.0.1:8080"), Protocol: plan.TCP, Pod: true},
+				reality.Listening{Addr: at("10.244.0.2:8080"), Protocol: plan.TCP, Pod: true, Listens: true})}
 		}, []string{"- Nothing listens at 1 endpoint of this node, which gets traffic all the same: 10.244.0.1:8080 of Service default/s-0. \"nodeproxy explain\" says more."}},
 		"config":   {Self{Rejected: "line 3: no"}, nil, []string{"- The configuration file is not used, and the former configuration stays in force: line 3: no."}},
 		"unserved": {Self{Unserved: plan.Families[1:]}, nil, []string{"- Services of IPv6 are not proxied"}},
 		"full": {Self{}, func(n *Node) {
-			n.Reality = &Reality{Tracked: func() (TrackedFlows, error) { return TrackedFlows{Flows: 1000, Most: 1000}, nil }}
+			n.Reality = &Reality{Tracked: tracked(TrackedFlows{Flows: 1000, Most: 1000})}
 		},
 			[]string{"Tracking     1000 of at most 1000 flows\n", "- The kernel may drop new connections of any kind: it tracks 1000 flows, and no more than 1000. To do: raise"}},
 		"waiting": {Self{Waited: 2 * time.Second}, nil, []string{"In sync      for 0s, a change has waited for 2s", "Nothing is wrong."}},

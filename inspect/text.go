@@ -65,10 +65,8 @@ func aligned(w io.Writer, header string, rows [][]string) error {
 
 // WriteServicePorts writes a row for each ServicePort; wide adds policies and affinity. Ages are as of now.
 func WriteServicePorts(w io.Writer, list []ServicePort, wide bool, now time.Time) error {
-	header := "NAMESPACE NAME PORT CLUSTER-IP EXTERNAL-IP NODE-PORT ENDPOINTS STATE SINCE"
-	if wide {
-		header += " INTERNAL EXTERNAL AFFINITY FAMILY CONNECTIONS BYTES-IN BYTES-OUT"
-	}
+	header := "NAMESPACE NAME PORT CLUSTER-IP EXTERNAL-IP NODE-PORT ENDPOINTS STATE SINCE" +
+		when(wide, " INTERNAL EXTERNAL AFFINITY FAMILY CONNECTIONS BYTES-IN BYTES-OUT")
 	rows := make([][]string, 0, len(list))
 	for _, sp := range list {
 		row := []string{
@@ -76,10 +74,7 @@ func WriteServicePorts(w io.Writer, list []ServicePort, wide bool, now time.Time
 			number(sp.NodePort), fmt.Sprintf("%d/%d", sp.Usable, sp.Total), sp.State, since(sp.Since, now),
 		}
 		if wide {
-			affinity := ""
-			if sp.Affinity > 0 {
-				affinity = duration.HumanDuration(time.Duration(sp.Affinity) * time.Second)
-			}
+			affinity := when(sp.Affinity > 0, duration.HumanDuration(time.Duration(sp.Affinity)*time.Second))
 			row = append(row, sp.InternalPolicy, sp.ExternalPolicy, affinity, sp.Family)
 			c := sp.Counters
 			if c == nil {
@@ -94,41 +89,78 @@ func WriteServicePorts(w io.Writer, list []ServicePort, wide bool, now time.Time
 
 // portText is a port as in "80/TCP (http)".
 func (sp ServicePort) portText() string {
-	s := fmt.Sprintf("%d/%s", sp.Number, sp.Protocol)
-	if sp.Port != "" {
-		s += "(" + sp.Port + ")"
-	}
-	return s
+	return fmt.Sprintf("%d/%s", sp.Number, sp.Protocol) + when(sp.Port != "", "("+sp.Port+")")
 }
+
+// words returns the texts of a list.
+func words[T any](list []T, text func(T) string) []string {
+	out := make([]string, 0, len(list))
+	for _, v := range list {
+		out = append(out, text(v))
+	}
+	return out
+}
+
+// only returns those of a list that are such ones.
+func only[T any](list []T, is func(T) bool) (out []T) {
+	for _, v := range list {
+		if is(v) {
+			out = append(out, v)
+		}
+	}
+	return out
+}
+
+// some lists at most three of many.
+func some(list []string) string {
+	text := strings.Join(list[:min(3, len(list))], ", ")
+	if more := len(list) - 3; more > 0 {
+		text += fmt.Sprintf(" and %d more", more)
+	}
+	return text
+}
+
+// counted is such as "1 packet" or "2 packets".
+func counted[N int | int64 | uint32 | uint64](n N, noun string) string {
+	return fmt.Sprintf("%d %s", n, plural(n, noun))
+}
+
+func plural[N int | int64 | uint32 | uint64](n N, noun string) string {
+	switch {
+	case n == 1:
+		return noun
+	case strings.HasSuffix(noun, "s"):
+		return noun + "es"
+	}
+	return noun + "s"
+}
+
+// either returns the first text if a condition holds, and else the second.
+func either(holds bool, first, second string) string {
+	if holds {
+		return first
+	}
+	return second
+}
+
+// when returns a text if a condition holds, and else none.
+func when(holds bool, text string) string { return either(holds, text, "") }
+
+func are(n int) string { return either(n == 1, "is", "are") }
+
+// upper begins a sentence.
+func upper(s string) string { return strings.ToUpper(s[:1]) + s[1:] }
 
 // counter is a counter as a cell, which is empty for what is not counted.
-func counter(n int64) string {
-	if n == plan.NotCounted {
-		return ""
-	}
-	return strconv.FormatInt(n, 10)
-}
+func counter(n int64) string { return when(n != plan.NotCounted, strconv.FormatInt(n, 10)) }
 
-func number(port uint16) string {
-	if port == 0 {
-		return ""
-	}
-	return fmt.Sprint(port)
-}
+func number(port uint16) string { return when(port != 0, fmt.Sprint(port)) }
 
-func since(t, now time.Time) string {
-	if t.IsZero() {
-		return ""
-	}
-	return duration.HumanDuration(now.Sub(t))
-}
+func since(t, now time.Time) string { return when(!t.IsZero(), duration.HumanDuration(now.Sub(t))) }
 
 // WriteEndpoints writes a row for each endpoint of each port of a Service; wide adds hints.
 func WriteEndpoints(w io.Writer, ports []PortExplanation, wide bool) error {
-	header := "PORT ADDRESS POD NODE ZONE CONDITIONS USED"
-	if wide {
-		header += " HINTS"
-	}
+	header := "PORT ADDRESS POD NODE ZONE CONDITIONS USED" + when(wide, " HINTS")
 	var rows [][]string
 	for _, p := range ports {
 		for _, ep := range p.Endpoints {
@@ -163,34 +195,17 @@ func (ep Endpoint) use() string {
 	if len(ep.Unused) == 0 {
 		return "yes"
 	}
-	var parts []string
-	if len(ep.UsedFor) > 0 {
-		parts = append(parts, "under policy "+strings.Join(ep.UsedFor, ", "))
+	cluster, local := ep.Unused["Cluster"], ep.Unused["Local"]
+	if len(ep.UsedFor) == 0 && (len(ep.Unused) == 1 || cluster == local) {
+		return "no: " + cmp.Or(cluster, local)
 	}
-	same := ""
-	for _, policy := range []string{"Cluster", "Local"} {
-		reason := ep.Unused[policy]
-		if reason == "" || reason == same {
-			continue
-		}
-		same = reason
-		if len(ep.UsedFor) > 0 || len(ep.Unused) > 1 && ep.Unused["Cluster"] != ep.Unused["Local"] {
-			reason = "not under " + policy + ": " + reason
-		} else {
-			reason = "no: " + reason
-		}
-		parts = append(parts, reason)
-	}
-	return strings.Join(parts, "; ")
+	return joined("; ", with("under policy ", strings.Join(ep.UsedFor, ", ")), with("not under Cluster: ", cluster), with("not under Local: ", local))
 }
 
 // WriteFindings writes what is wrong, a row each, with the file where any is about one.
 func WriteFindings(w io.Writer, list []Finding) error {
 	files := slices.ContainsFunc(list, func(f Finding) bool { return f.Where != "" })
-	header := "SEVERITY OBJECT FIELD DETAIL"
-	if files {
-		header = "SEVERITY FILE OBJECT FIELD DETAIL"
-	}
+	header := either(files, "SEVERITY FILE OBJECT FIELD DETAIL", "SEVERITY OBJECT FIELD DETAIL")
 	var rows [][]string
 	for _, f := range list {
 		row := []string{f.Severity}
@@ -207,15 +222,12 @@ func (p PortExplanation) outside() bool {
 	return p.MoreFrontends > 0 || slices.ContainsFunc(p.Frontends, func(f FrontendExplanation) bool { return !strings.HasPrefix(f.Frontend, plan.ClusterIP.String()) })
 }
 
+// filled returns what is not empty.
+func filled(parts ...string) []string { return only(parts, func(p string) bool { return p != "" }) }
+
 // joined joins what is not empty.
 func joined(separator string, parts ...string) string {
-	var out []string
-	for _, p := range parts {
-		if p != "" {
-			out = append(out, p)
-		}
-	}
-	return strings.Join(out, separator)
+	return strings.Join(filled(parts...), separator)
 }
 
 // WriteExplanation writes an explanation for people.
@@ -247,14 +259,9 @@ func WriteExplanation(w io.Writer, e *Explanation, now time.Time) error {
 		fmt.Fprint(w, "\nNothing is wrong with it on this node.\n")
 	}
 	for _, severity := range []string{problem, note} {
-		title := map[string]string{problem: "What is wrong", note: "What to know"}[severity]
-		for _, d := range e.Diagnoses {
-			if d.Severity != severity {
-				continue
-			}
-			if title != "" {
-				fmt.Fprintf(w, "\n%s:\n", title)
-				title = ""
+		for i, d := range only(e.Diagnoses, func(d Diagnosis) bool { return d.Severity == severity }) {
+			if i == 0 {
+				fmt.Fprintf(w, "\n%s:\n", either(severity == problem, "What is wrong", "What to know"))
 			}
 			fmt.Fprintf(w, "  - %s\n", Printable(d.What))
 			if d.Do != "" {
@@ -265,31 +272,24 @@ func WriteExplanation(w io.Writer, e *Explanation, now time.Time) error {
 	return nil
 }
 
-func with(prefix, s string) string {
-	if s == "" {
-		return ""
+// writeList writes a list below a title, unless it is empty.
+func writeList(w io.Writer, title string, list []string) {
+	for i, text := range list {
+		if i == 0 {
+			fmt.Fprintf(w, "\n%s:\n", title)
+		}
+		fmt.Fprintf(w, "  - %s\n", Printable(text))
 	}
-	return prefix + s
 }
 
+// with puts something before a text, unless that is empty.
+func with(prefix, s string) string { return when(s != "", prefix+s) }
+
 func writePort(w io.Writer, p PortExplanation, ofPods bool, now time.Time) error {
-	fmt.Fprintf(w, "\nPort %s, %s", p.portText(), p.Family)
-	if p.TargetPort != "" && ofPods {
-		fmt.Fprintf(w, ", to port %s of the Pods", Printable(p.TargetPort))
-	}
-	fmt.Fprintf(w, ": %s", p.State)
-	if s := since(p.Since, now); s != "" {
-		fmt.Fprintf(w, " for %s", s)
-	}
-	fmt.Fprintln(w)
-	policies := "  internalTrafficPolicy " + p.InternalPolicy
-	if p.ExternalPolicy != "" {
-		policies += ", externalTrafficPolicy " + p.ExternalPolicy
-	}
-	if p.Affinity > 0 {
-		policies += fmt.Sprintf(", ClientIP affinity of %s", time.Duration(p.Affinity)*time.Second)
-	}
-	fmt.Fprintln(w, policies)
+	target := when(p.TargetPort != "" && ofPods, ", to port "+Printable(p.TargetPort)+" of the Pods")
+	fmt.Fprintf(w, "\nPort %s, %s%s: %s%s\n", p.portText(), p.Family, target, p.State, with(" for ", since(p.Since, now)))
+	fmt.Fprintln(w, "  internalTrafficPolicy "+p.InternalPolicy+with(", externalTrafficPolicy ", p.ExternalPolicy)+
+		when(p.Affinity > 0, fmt.Sprintf(", ClientIP affinity of %s", time.Duration(p.Affinity)*time.Second)))
 	var rows [][]string
 	for _, f := range p.Frontends {
 		name := f.Frontend

@@ -9,12 +9,10 @@ import (
 	"strconv"
 	"strings"
 
-	v1 "k8s.io/api/core/v1"
-
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
 	"nodeproxy/proxier"
-	"nodeproxy/source"
+	"nodeproxy/topology"
 )
 
 // TraceQuery asks for the way of a packet that begins a connection.
@@ -100,15 +98,12 @@ func cantTrace(format string, args ...any) error { return &TraceError{fmt.Sprint
 // Trace follows a packet through the rules of the node's mode: those that are programmed, or those that would be.
 func (n *Node) Trace(q TraceQuery) (*Trace, error) {
 	t := &tracer{Node: n, query: q, programmed: n.snapshot()}
-	n.View(func(s *proxier.State) {
-		if t.whole = s.Plan(); t.programmed != nil { // It changes in time, and may be ahead of the kernel.
-			t.whole = nil
-		}
-	})
-	if t.programmed != nil {
-		if t.programmed.Generation == 0 {
-			return nil, cantTrace("nothing has been programmed yet; \"nodeproxy get findings\" may say why")
-		}
+	switch { // What is desired changes in time, and may be ahead of the kernel.
+	case t.programmed == nil:
+		n.View(func(s *proxier.State) { t.whole = s.Plan() })
+	case t.programmed.Generation == 0:
+		return nil, cantTrace("nothing has been programmed yet; \"nodeproxy get findings\" may say why")
+	default:
 		t.whole = t.programmed.Plan()
 	}
 	var err error
@@ -236,10 +231,7 @@ func portsOf(found []plan.Address, example string) string {
 	if len(found) == 0 {
 		return "such as " + example
 	}
-	var ports []string
-	for _, f := range found {
-		ports = append(ports, fmt.Sprintf("%d/%s", f.Port, f.Protocol))
-	}
+	ports := words(found, func(a plan.Address) string { return fmt.Sprintf("%d/%s", a.Port, a.Protocol) })
 	slices.Sort(ports)
 	return "there are " + strings.Join(slices.Compact(ports), ", ")
 }
@@ -378,10 +370,8 @@ func (t *tracer) fromAddress(a netip.Addr) sent {
 // endpointHere reports whether an address is that of an endpoint on this node.
 func (t *tracer) endpointHere(a netip.Addr) bool {
 	for _, sp := range t.whole.Services {
-		for _, list := range [][]plan.Endpoint{sp.Endpoints.Cluster, sp.Endpoints.Local} {
-			if slices.ContainsFunc(list, func(ep plan.Endpoint) bool { return ep.Local && ep.Addr.Addr() == a }) {
-				return true
-			}
+		if slices.ContainsFunc(sp.All(), func(ep plan.Endpoint) bool { return ep.Local && ep.Addr.Addr() == a }) {
+			return true
 		}
 	}
 	return false
@@ -439,13 +429,7 @@ func (t *tracer) findPod(namespace, name string) (out foundPod) {
 			if p.Namespace != namespace || p.Name != name {
 				continue
 			}
-			for _, ip := range append([]v1.PodIP{{IP: p.Status.PodIP}}, p.Status.PodIPs...) {
-				if a, ok := source.ParseIP(ip.IP); ok && !slices.Contains(out.addrs, a) {
-					out.addrs = append(out.addrs, a)
-				}
-			}
-			out.node = p.Spec.NodeName
-			return out
+			return foundPod{podAddrs(p), p.Spec.NodeName}
 		}
 	}
 	t.View(func(s *proxier.State) {
@@ -581,17 +565,15 @@ func actionOf(list []TraceOutcome) string {
 }
 
 // podsBehind returns the endpoints of a ServicePort, with their Pods, as far as these are known.
-func (t *tracer) podsBehind(sp *plan.ServicePort) map[netip.AddrPort]struct{ Pod, Node string } {
-	out := map[netip.AddrPort]struct{ Pod, Node string }{}
+func (t *tracer) podsBehind(sp *plan.ServicePort) map[netip.AddrPort]topology.Endpoint {
+	out := map[netip.AddrPort]topology.Endpoint{}
 	if sp == nil {
 		return out
 	}
-	d, _, err := t.describeService(sp.Key.Service)
-	if err != nil {
-		return out
-	}
-	for _, ep := range d.Endpoints(sp.Key) {
-		out[ep.Addr] = struct{ Pod, Node string }{ep.Pod, ep.Node}
+	if d, _, err := t.describeService(sp.Key.Service); err == nil {
+		for _, ep := range d.Endpoints(sp.Key) {
+			out[ep.Addr] = ep
+		}
 	}
 	return out
 }

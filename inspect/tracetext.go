@@ -41,12 +41,7 @@ func (p PacketTrace) write(w io.Writer, t *Trace) error {
 			return err
 		}
 	}
-	for i, n := range p.Notes {
-		if i == 0 {
-			fmt.Fprint(w, "\nWhat to know:\n")
-		}
-		fmt.Fprintln(w, "  - "+Printable(n))
-	}
+	writeList(w, "What to know", p.Notes)
 	return nil
 }
 
@@ -54,13 +49,8 @@ func (p PacketTrace) write(w io.Writer, t *Trace) error {
 func (p PacketTrace) result() string {
 	switch p.Action {
 	case plan.Forward.String():
-		n := 0
-		for _, o := range p.Outcomes {
-			if o.Endpoint != "" {
-				n++
-			}
-		}
-		return fmt.Sprintf("is forwarded to %s of %s:", endpointCount(n), p.Service)
+		n := len(only(p.Outcomes, func(o TraceOutcome) bool { return o.Endpoint != "" }))
+		return fmt.Sprintf("is forwarded to %s of %s:", counted(n, "endpoint"), p.Service)
 	case plan.Reject.String():
 		return "is rejected:"
 	case plan.Drop.String():
@@ -89,10 +79,7 @@ type end struct {
 func (p PacketTrace) writeOutcomes(w io.Writer) error {
 	var rows [][]string
 	for _, o := range p.Outcomes {
-		to, source := o.Endpoint, "kept"
-		if o.Masqueraded {
-			source = "masqueraded"
-		}
+		to, source := o.Endpoint, either(o.Masqueraded, "masqueraded", "kept")
 		if to == "" {
 			to, source = strings.ToUpper(o.Action), "-"
 		}

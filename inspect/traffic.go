@@ -2,6 +2,7 @@ package inspect
 
 import (
 	"context"
+	"maps"
 	"slices"
 	"time"
 
@@ -21,16 +22,12 @@ type Traffic struct {
 // PortTraffic is what has gone through a port of a Service in one address family so far, over all its frontends, in to its endpoints and out
 // from them. A counter that the mode does not have is -1. Counters only grow, except that they may begin at zero again.
 type PortTraffic struct {
-	Namespace   string        `json:"namespace"`
-	Name        string        `json:"name"`
-	Port        string        `json:"port,omitempty"`
-	Protocol    plan.Protocol `json:"protocol"`
-	Family      string        `json:"family"`
-	Connections int64         `json:"connections"`
-	PacketsIn   int64         `json:"packetsIn"`
-	PacketsOut  int64         `json:"packetsOut"`
-	BytesIn     int64         `json:"bytesIn"`
-	BytesOut    int64         `json:"bytesOut"`
+	Namespace string        `json:"namespace"`
+	Name      string        `json:"name"`
+	Port      string        `json:"port,omitempty"`
+	Protocol  plan.Protocol `json:"protocol"`
+	Family    string        `json:"family"`
+	Counters
 }
 
 // Traffic reads the counters of all ServicePorts, in order.
@@ -45,16 +42,8 @@ func (n *Node) Traffic(ctx context.Context) (*Traffic, error) {
 		return nil, err
 	}
 	out.At, out.Counted = time.Now(), true
-	keys := make([]plan.Key, 0, len(counters))
-	for k := range counters {
-		keys = append(keys, k)
-	}
-	slices.SortFunc(keys, plan.Key.Compare)
-	for _, k := range keys {
-		t := counters[k]
-		out.Ports = append(out.Ports, PortTraffic{
-			k.Service.Namespace, k.Service.Name, k.Port, k.Protocol, k.Family.String(), t.Connections, t.PacketsIn, t.PacketsOut, t.BytesIn, t.BytesOut,
-		})
+	for _, k := range slices.SortedFunc(maps.Keys(counters), plan.Key.Compare) {
+		out.Ports = append(out.Ports, PortTraffic{k.Service.Namespace, k.Service.Name, k.Port, k.Protocol, k.Family.String(), countersOf(counters[k])})
 	}
 	return out, nil
 }
@@ -74,6 +63,10 @@ type Counters struct {
 	BytesOut    int64 `json:"bytesOut"`
 }
 
+func countersOf(t plan.Traffic) Counters {
+	return Counters{t.Connections, t.PacketsIn, t.PacketsOut, t.BytesIn, t.BytesOut}
+}
+
 // CountedServicePorts is ServicePorts with Counters, where there are any and they can be read in time.
 func (n *Node) CountedServicePorts(ctx context.Context, of plan.Service) []ServicePort {
 	list := n.ServicePorts(of)
@@ -89,7 +82,7 @@ func (n *Node) CountedServicePorts(ctx context.Context, of plan.Service) []Servi
 	for k, t := range all {
 		i, found := slices.BinarySearchFunc(list, k, func(sp ServicePort, k plan.Key) int { return sp.key().Compare(k) })
 		if found {
-			list[i].Counters = &Counters{t.Connections, t.PacketsIn, t.PacketsOut, t.BytesIn, t.BytesOut}
+			list[i].Counters = new(countersOf(t))
 		}
 	}
 	return list

@@ -35,11 +35,16 @@ func (d *daemon) reality() *inspect.Reality {
 		}
 		return out, err
 	}
-	r.Blocking, r.Ways, r.Reverse = d.blocking, d.ways, d.reversePath
-	r.Endpoints = func(ctx context.Context, ports []*plan.ServicePort) ([]inspect.Listening, error) {
-		return endpoints.Look(ctx, d.cfg.SysctlDir, ports)
+	o := &observer{daemon: d, view: sync.OnceValue(func() *endpoints.View { return endpoints.See(d.cfg.SysctlDir) })}
+	o.pods = sync.OnceValues(o.findPods)
+	r.Blocking, r.Ways = o.blocking, o.ways
+	r.Detour = func(from, to netip.Addr) string { return o.view().Detour(from, to) }
+	r.Reverse = func(ctx context.Context, list []netip.Addr) (*reality.Reverse, error) {
+		return o.view().LookBack(ctx, list)
 	}
-	r.Detour = endpoints.Detour
+	r.Endpoints = func(ctx context.Context, ports []*plan.ServicePort) ([]reality.Listening, error) {
+		return o.view().Look(ctx, ports)
+	}
 	r.Kernel = func(ctx context.Context, svc plan.Service) (int, []string, error) {
 		things, found, err := d.backend.Verify(ctx, svc)
 		var words []string
@@ -63,33 +68,36 @@ func (d *daemon) reality() *inspect.Reality {
 	return r
 }
 
+// observer looks at the node for one question. What several checks need is looked at once.
+type observer struct {
+	*daemon
+	view func() *endpoints.View
+	pods func() (like blocking.Node, one reality.Origin)
+}
+
 // blocking is Reality.Blocking.
-func (d *daemon) blocking(ctx context.Context, ports []*plan.ServicePort) (out []inspect.Blocking, within bool, err error) {
+func (o *observer) blocking(ctx context.Context, ports []*plan.ServicePort) (out []reality.Blocking, within bool, err error) {
 	local, err := localAddresses()
 	if err != nil {
 		return nil, false, err
 	}
+	v := o.view()
+	pods, _ := o.pods()
 	node := blocking.Node{
-		Local: local, IPVS: d.cfg.Mode == ipvsMode.name, Uplink: endpoints.Uplink(), By: endpoints.By(), Mark: 1 << d.cfg.MasqueradeBit, Variant: d.backend.variant,
-		Bridges: endpoints.Bridges(),
+		Local: local, IPVS: o.cfg.Mode == ipvsMode.name, Uplink: v.Uplink, By: v.By, Mark: 1 << o.cfg.MasqueradeBit, Variant: o.backend.variant,
+		Bridges: v.Bridges(), Tunnels: v.Tunnels(ports), Pods: pods.Pods, PodsBy: pods.PodsBy,
+		Near: func(a netip.Addr) bool { return endpoints.Near(a) && !o.announced(a) },
 	}
-	node.Near = func(a netip.Addr) bool { return endpoints.Near(a) && !d.announced(a) }
-	if node.NoNodePorts, err = d.noNodePorts(node.Uplink); err != nil {
+	if node.NoNodePorts, err = o.noNodePorts(v); err != nil {
 		return nil, false, err
 	}
 	if node.IPVS { // It marks what is for virtual servers of many addresses.
 		node.Mark = ^uint32(0)
 	}
-	tunnels, err := endpoints.Tunnels(ports)
-	if err != nil {
-		return nil, false, err
-	}
-	node.Tunnels = tunnels
-	d.podsHere(&node)
 	if out, err = blocking.Find(ctx, ports, node); err != nil {
 		return out, false, err
 	}
-	within, err = endpoints.Within(ctx, d.cfg.SysctlDir, ports, func(its []*plan.ServicePort, listens func(plan.Protocol, uint16) bool) error {
+	within, err = v.Within(ctx, ports, func(its []*plan.ServicePort, listens func(plan.Protocol, uint16) bool) error {
 		found, err := blocking.Find(ctx, its, blocking.Node{Inside: true, Local: func(netip.Addr) bool { return true }})
 		for _, f := range found {
 			taken := f.To == 0 || listens(plan.TCP, f.To) || listens(plan.UDP, f.To) // by a sidecar, such as one of a service mesh, or a virtual machine
@@ -115,37 +123,36 @@ func (d *daemon) announced(a netip.Addr) bool {
 }
 
 // ways is Reality.Ways.
-func (d *daemon) ways(ctx context.Context, to inspect.Places) (*inspect.Ways, error) {
+func (o *observer) ways(ctx context.Context, to reality.Places) (*reality.Ways, error) {
+	v := o.view()
 	var from []reality.Origin
-	outside, known := endpoints.Outside()
-	if known {
+	if outside, known := v.Outside(); known {
 		masqueraded := outside
-		masqueraded.Mark = 1 << d.cfg.MasqueradeBit
+		masqueraded.Mark = 1 << o.cfg.MasqueradeBit
 		from = append(from, outside, masqueraded)
 	}
-	node := blocking.Node{By: endpoints.By()}
-	if pod, by := d.podsHere(&node); pod.IsValid() {
-		from = append(from, reality.Origin{Name: "Pods of this node", By: by, Addr: pod})
+	if _, pod := o.pods(); pod.Addr.IsValid() {
+		from = append(from, pod)
 	}
-	if settings, _ := d.settings(); settings.DetectLocal.Mode == plan.DetectClusterCIDR {
+	if settings, _ := o.settings(); settings.DetectLocal.Mode == plan.DetectClusterCIDR {
 		to.Pods = settings.DetectLocal.CIDR(plan.IPv4)
 	}
-	found, err := endpoints.LookOut(ctx, d.cfg.SysctlDir, to, from)
+	found, err := v.LookOut(ctx, to, from)
 	if err != nil {
 		return nil, err
 	}
-	answer := d.nodePortsAnswer()
-	found.Unserved, err = endpoints.Outward(func(a netip.Addr) bool { return !answer(a) })
+	answer := o.nodePortsAnswer()
+	found.Unserved, err = v.Outward(func(a netip.Addr) bool { return !answer(a) })
 	return found, err
 }
 
 // noNodePorts returns the families in which an interface has addresses, and node ports answer at none of them.
-func (d *daemon) noNodePorts(uplink string) (map[plan.Family]bool, error) {
+func (d *daemon) noNodePorts(v *endpoints.View) (map[plan.Family]bool, error) {
 	served, unserved := false, false
 	answer := d.nodePortsAnswer()
-	list, err := endpoints.Outward(func(netip.Addr) bool { return true })
+	list, err := v.Outward(func(netip.Addr) bool { return true })
 	for a, by := range list {
-		served, unserved = served || by == uplink && answer(a), unserved || by == uplink && !answer(a)
+		served, unserved = served || by == v.Uplink && answer(a), unserved || by == v.Uplink && !answer(a)
 	}
 	return map[plan.Family]bool{plan.IPv4: unserved && !served}, err // Those of IPv6 are not looked at.
 }
@@ -162,23 +169,18 @@ func (d *daemon) settings() (settings plan.Settings, own plan.Node) {
 	return settings, own
 }
 
-// reversePath is Reality.Reverse.
-func (d *daemon) reversePath(ctx context.Context, list []netip.Addr) (*inspect.Reverse, error) {
-	return endpoints.LookBack(ctx, d.cfg.SysctlDir, list)
-}
-
-// podsHere says what packets of this node's Pods are like, where Pods are recognised by their addresses. It returns the address of one that is an endpoint,
-// and the interface by which its packets come; an invalid one if there is none.
-func (d *daemon) podsHere(n *blocking.Node) (pod netip.Addr, by string) {
+// findPods says what packets of this node's Pods are like, where Pods are recognised by their addresses, and where those of one come from that
+// is an endpoint. Its address is invalid if there is none.
+func (o *observer) findPods() (like blocking.Node, one reality.Origin) {
 	const most, mostSeen = 32, 10000 // that are tried, and that are looked at
 	here := map[plan.Family][]netip.Addr{}
-	settings, _ := d.settings()
+	settings, _ := o.settings()
 	detect := settings.DetectLocal
 	if !detect.ByCIDR() || settings.MasqueradeAll {
-		return netip.Addr{}, ""
+		return like, one
 	}
 	seen := 0
-	for _, ports := range d.proxier.Snapshot().Services() {
+	for _, ports := range o.proxier.Snapshot().Services() {
 		for _, sp := range ports {
 			f := sp.Key.Family
 			for _, ep := range sp.Endpoints.Cluster {
@@ -192,28 +194,29 @@ func (d *daemon) podsHere(n *blocking.Node) (pod netip.Addr, by string) {
 			break
 		}
 	}
-	n.Pods = map[plan.Family]netip.Prefix{}
+	v := o.view()
+	like.Pods = map[plan.Family]netip.Prefix{}
 	for _, f := range plan.Families {
 		r := detect.CIDR(f)
 		if !r.IsValid() {
 			continue
 		}
-		pods, all := endpoints.PodsHere(r, here[f])
+		pods, all := v.PodsHere(r, here[f])
 		if !pods.IsValid() {
 			continue
 		}
-		if n.Pods[f] = pods; len(n.Pods) == 1 {
-			n.PodsBy = all
-		} else if n.PodsBy != all {
-			n.PodsBy = ""
+		if like.Pods[f] = pods; len(like.Pods) == 1 {
+			like.PodsBy = all
+		} else if like.PodsBy != all {
+			like.PodsBy = ""
 		}
 	}
 	for _, a := range slices.Concat(here[plan.IPv4], here[plan.IPv6]) {
-		if by = n.By(a); by != "" {
-			return a, by
+		if by := v.By(a); by != "" {
+			return like, reality.Origin{Name: "Pods of this node", By: by, Addr: a}
 		}
 	}
-	return netip.Addr{}, ""
+	return like, one
 }
 
 // countFlows returns the connections to the frontends of ServicePorts that the kernel tracks and that have not ended, by endpoint.

@@ -7,6 +7,7 @@ import (
 	"encoding/hex"
 	"fmt"
 	"io"
+	"maps"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -132,12 +133,7 @@ func (n Namespace) Addresses(among map[netip.Addr]bool) ([]netip.Addr, error) {
 		}
 		return true
 	})
-	var out []netip.Addr
-	for a := range found {
-		out = append(out, a)
-	}
-	slices.SortFunc(out, netip.Addr.Compare)
-	return out, nil
+	return slices.SortedFunc(maps.Keys(found), netip.Addr.Compare), nil
 }
 
 // Relays reports whether something in the namespace takes packets past its sockets, as a virtual machine (KubeVirt, Kata Containers) does by a tap
@@ -161,10 +157,7 @@ func (n Namespace) Relays() (is bool, err error) {
 // Sockets returns what List returns in the namespace, without inodes; of an IPv6 socket for all addresses it is not known whether it takes IPv4
 // too, and Both is set. The protocol is TCP or UDP.
 func (n Namespace) Sockets(p plan.Protocol) ([]Socket, error) {
-	state := fmt.Sprintf("%02X", stateListen)
-	if p == plan.UDP {
-		state = fmt.Sprintf("%02X", stateClose)
-	}
+	state := fmt.Sprintf("%02X", stateOf(p))
 	var out []Socket
 	read := func(line string) bool {
 		if s, ok := parseLine(p, state, line); ok {

@@ -42,13 +42,17 @@ const (
 	stateListen   = 10 // TCP_LISTEN, and SCTP_SS_LISTENING
 )
 
+// stateOf returns the state of sockets of a protocol that receive from any peer.
+func stateOf(p plan.Protocol) int {
+	if p == plan.UDP {
+		return stateClose
+	}
+	return stateListen
+}
+
 // List asks the kernel, by sock_diag, for the sockets of a protocol and of both families. The error of a kernel that does not
 // know the protocol, or can't show its sockets, is ENOENT.
 func List(p plan.Protocol) ([]Socket, error) {
-	state := uint32(1) << stateListen
-	if p == plan.UDP {
-		state = 1 << stateClose
-	}
 	c, err := netlink.Dial(unix.NETLINK_INET_DIAG)
 	if err != nil {
 		return nil, fmt.Errorf("listing the %s sockets of this node by sock_diag: %w", p, err)
@@ -58,7 +62,7 @@ func List(p plan.Protocol) ([]Socket, error) {
 	for _, family := range []uint8{unix.AF_INET, unix.AF_INET6} {
 		request := make([]byte, requestLength)
 		request[0], request[1] = family, netlink.Protocol(p)
-		binary.NativeEndian.PutUint32(request[4:], state)
+		binary.NativeEndian.PutUint32(request[4:], 1<<stateOf(p))
 		err := c.Dump(netlink.Message{Type: unix.SOCK_DIAG_BY_FAMILY, Body: request}, func(message []byte) error {
 			if s, ok := parse(p, message); ok {
 				out = append(out, s)

@@ -24,7 +24,6 @@ type message struct {
 	kind         uint32 // NFT_TRACETYPE_...
 	handle       uint64
 	verdict      string
-	mark         uint32
 	in, out      uint32 // indexes of interfaces
 	// src and dst are invalid where the message has no headers: only the first of each base chain has.
 	src, dst netip.AddrPort
@@ -36,38 +35,21 @@ func parseMessage(h netlink.Header, body []byte) (m message, ok bool) {
 	if h.Type != unix.NFNL_SUBSYS_NFTABLES<<8|unix.NFT_MSG_TRACE || len(body) < headerLen {
 		return m, false
 	}
-	m.family = body[0]
-	var network, transport []byte
-	for kind, v := range netlink.Attributes(body[headerLen:]) {
-		switch kind {
-		case unix.NFTA_TRACE_ID:
-			m.id = uint32(netlink.BigEndian(v))
-		case unix.NFTA_TRACE_TABLE:
-			m.table = netlink.Text(v)
-		case unix.NFTA_TRACE_CHAIN:
-			m.chain = netlink.Text(v)
-		case unix.NFTA_TRACE_TYPE:
-			m.kind = uint32(netlink.BigEndian(v))
-		case unix.NFTA_TRACE_RULE_HANDLE:
-			m.handle = netlink.BigEndian(v)
-		case unix.NFTA_TRACE_VERDICT:
-			m.verdict = verdictName(uint32(netlink.BigEndian(netlink.Attribute(v, unix.NFTA_VERDICT_CODE))),
-				netlink.Text(netlink.Attribute(v, unix.NFTA_VERDICT_CHAIN)))
-		case unix.NFTA_TRACE_POLICY:
-			m.verdict = verdictName(uint32(netlink.BigEndian(v)), "")
-		case unix.NFTA_TRACE_MARK:
-			m.mark = uint32(netlink.BigEndian(v))
-		case unix.NFTA_TRACE_IIF:
-			m.in = uint32(netlink.BigEndian(v))
-		case unix.NFTA_TRACE_OIF:
-			m.out = uint32(netlink.BigEndian(v))
-		case unix.NFTA_TRACE_NETWORK_HEADER:
-			network = v
-		case unix.NFTA_TRACE_TRANSPORT_HEADER:
-			transport = v
-		}
+	attrs := netlink.ByType(body[headerLen:])
+	number := func(kind uint16) uint32 { return uint32(netlink.BigEndian(attrs[kind])) }
+	m = message{
+		family: body[0], id: number(unix.NFTA_TRACE_ID),
+		table: netlink.Text(attrs[unix.NFTA_TRACE_TABLE]), chain: netlink.Text(attrs[unix.NFTA_TRACE_CHAIN]),
+		kind: number(unix.NFTA_TRACE_TYPE), handle: netlink.BigEndian(attrs[unix.NFTA_TRACE_RULE_HANDLE]),
+		in: number(unix.NFTA_TRACE_IIF), out: number(unix.NFTA_TRACE_OIF),
 	}
-	m.parseHeaders(network, transport)
+	if v := attrs[unix.NFTA_TRACE_VERDICT]; v != nil {
+		m.verdict = verdictName(uint32(netlink.BigEndian(netlink.Attribute(v, unix.NFTA_VERDICT_CODE))),
+			netlink.Text(netlink.Attribute(v, unix.NFTA_VERDICT_CHAIN)))
+	} else if attrs[unix.NFTA_TRACE_POLICY] != nil {
+		m.verdict = verdictName(number(unix.NFTA_TRACE_POLICY), "")
+	}
+	m.parseHeaders(attrs[unix.NFTA_TRACE_NETWORK_HEADER], attrs[unix.NFTA_TRACE_TRANSPORT_HEADER])
 	return m, m.id != 0 && m.table != ""
 }
 

@@ -80,10 +80,23 @@ func follows(match []expr.Any, times, rate uint64) nft.Rule {
 		&expr.Immediate{Register: 1, Data: []byte{1}}, &expr.Meta{Key: expr.MetaKeyNFTRACE, SourceRegister: true, Register: 1})}
 }
 
+// load loads bytes of a packet, masked leaves the bits of a mask of them, and is requires that they are these, isNot that they are not.
+
+func load(base expr.PayloadBase, at, n int) expr.Any {
+	return &expr.Payload{DestRegister: 1, Base: base, Offset: uint32(at), Len: uint32(n)}
+}
+
+func masked(mask ...byte) expr.Any {
+	return &expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: uint32(len(mask)), Mask: mask, Xor: make([]byte, len(mask))}
+}
+
+func is(v ...byte) expr.Any { return &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: v} }
+
+func isNot(v ...byte) expr.Any { return &expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: v} }
+
 // answers returns what matches the answers to first packets, behind connection tracking: of TCP, those that accept or refuse a connection.
 func (f Flow) answers() []expr.Any {
 	const reply, flagsAt, syn, rst = 1, 13, 0x02, 0x04
-	is := func(v ...byte) expr.Any { return &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: v} }
 	out := []expr.Any{
 		&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: 1}, is(netlink.Protocol(f.Protocol)),
 		&expr.Ct{Key: expr.CtKeyDIRECTION, Register: 1}, is(reply),
@@ -91,9 +104,7 @@ func (f Flow) answers() []expr.Any {
 		&expr.Ct{Key: expr.CtKeyPROTODST, Register: 1}, is(binary.BigEndian.AppendUint16(nil, f.Dst.Port())...),
 	}
 	if f.Protocol == plan.TCP {
-		out = append(out, &expr.Payload{DestRegister: 1, Base: expr.PayloadBaseTransportHeader, Offset: flagsAt, Len: 1},
-			&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: 1, Mask: []byte{syn | rst}, Xor: []byte{0}},
-			&expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: []byte{0}})
+		out = append(out, load(expr.PayloadBaseTransportHeader, flagsAt, 1), masked(syn|rst), isNot(0))
 	}
 	return out
 }
@@ -101,16 +112,12 @@ func (f Flow) answers() []expr.Any {
 // match returns what matches the flow's packets from a source; the zero prefix is any.
 func (f Flow) match(source netip.Prefix) []expr.Any {
 	dst := f.Dst.Addr().AsSlice()
-	sourceAt, destinationAt := uint32(12), uint32(16)
+	sourceAt, destinationAt := 12, 16
 	if f.Family() == plan.IPv6 {
 		sourceAt, destinationAt = 8, 24
 	}
-	load := func(base expr.PayloadBase, at, n uint32) expr.Any {
-		return &expr.Payload{DestRegister: 1, Base: base, Offset: at, Len: n}
-	}
-	is := func(v ...byte) expr.Any { return &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: v} }
 	out := []expr.Any{
-		load(expr.PayloadBaseNetworkHeader, destinationAt, uint32(len(dst))), is(dst...),
+		load(expr.PayloadBaseNetworkHeader, destinationAt, len(dst)), is(dst...),
 		&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: 1}, is(netlink.Protocol(f.Protocol)),
 		load(expr.PayloadBaseTransportHeader, 2, 2), is(binary.BigEndian.AppendUint16(nil, f.Dst.Port())...),
 	}
@@ -119,30 +126,23 @@ func (f Flow) match(source netip.Prefix) []expr.Any {
 		for i := range source.Bits() {
 			mask[i/8] |= 0x80 >> (i % 8)
 		}
-		out = append(out, load(expr.PayloadBaseNetworkHeader, sourceAt, uint32(len(dst))),
-			&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: uint32(len(mask)), Mask: mask, Xor: make([]byte, len(mask))},
-			is(source.Masked().Addr().AsSlice()...))
+		out = append(out, load(expr.PayloadBaseNetworkHeader, sourceAt, len(dst)), masked(mask...), is(source.Masked().Addr().AsSlice()...))
 	}
 	return out
 }
 
 // begins returns what matches the first packet of a connection. Before connection tracking, only the packet itself tells.
 func (f Flow) begins() []expr.Any {
-	masked := func(mask []byte) expr.Any {
-		return &expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: uint32(len(mask)), Mask: mask, Xor: make([]byte, len(mask))}
-	}
 	switch f.Protocol {
 	case plan.TCP:
-		const at, syn, ack = 13, 0x02, 0x10
-		return []expr.Any{&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseTransportHeader, Offset: at, Len: 1}, masked([]byte{syn | ack}),
-			&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: []byte{syn}}}
+		const flagsAt, syn, ack = 13, 0x02, 0x10
+		return []expr.Any{load(expr.PayloadBaseTransportHeader, flagsAt, 1), masked(syn | ack), is(syn)}
 	case plan.SCTP:
 		const firstChunk, initChunk = 12, 1
-		return []expr.Any{&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseTransportHeader, Offset: firstChunk, Len: 1},
-			&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: []byte{initChunk}}}
+		return []expr.Any{load(expr.PayloadBaseTransportHeader, firstChunk, 1), is(initChunk)}
 	}
-	return []expr.Any{&expr.Ct{Key: expr.CtKeySTATE, Register: 1}, masked(binary.NativeEndian.AppendUint32(nil, ctNew|ctUntracked)),
-		&expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: make([]byte, 4)}}
+	states := binary.NativeEndian.AppendUint32(nil, ctNew|ctUntracked)
+	return []expr.Any{&expr.Ct{Key: expr.CtKeySTATE, Register: 1}, masked(states...), isNot(0, 0, 0, 0)}
 }
 
 // ErrBusy is the error while another process follows packets of the same address family.

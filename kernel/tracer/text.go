@@ -1,6 +1,7 @@
 package tracer
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -19,21 +20,11 @@ import (
 	"nodeproxy/plan"
 )
 
-func familyName(f byte) string {
-	switch f {
-	case unix.NFPROTO_IPV4:
-		return "ip"
-	case unix.NFPROTO_IPV6:
-		return "ip6"
-	case unix.NFPROTO_INET:
-		return "inet"
-	case unix.NFPROTO_BRIDGE:
-		return "bridge"
-	case unix.NFPROTO_NETDEV:
-		return "netdev"
-	}
-	return fmt.Sprint("family ", f)
+var familyNames = map[byte]string{
+	unix.NFPROTO_IPV4: "ip", unix.NFPROTO_IPV6: "ip6", unix.NFPROTO_INET: "inet", unix.NFPROTO_BRIDGE: "bridge", unix.NFPROTO_NETDEV: "netdev",
 }
+
+func familyName(f byte) string { return cmp.Or(familyNames[f], fmt.Sprint("family ", f)) }
 
 // texts finds how rules read, of each chain once.
 type texts struct {
@@ -55,31 +46,27 @@ func newTexts(f plan.Family) *texts {
 	return t
 }
 
-// fill sets the hooks and texts of all steps.
-func (t *texts) fill(list []Packet) error {
-	for i := range list {
-		hook := ""
-		for j := range list[i].Steps {
-			s := &list[i].Steps[j]
-			hooks, err := t.hooksOf(s)
-			if err != nil {
-				return err
-			}
-			if h, base := hooks[s.Chain]; base {
-				hook = h
-			}
-			s.Hook = hook
-			if s.Rule != "" {
-				continue
-			}
-			rules, err := t.rulesOf(s)
-			if err != nil {
-				return err
-			}
-			if s.Rule = rules[s.handle]; s.Rule == "" {
-				s.Rule = fmt.Sprintf("a rule that is gone (handle %d)", s.handle)
-			}
+// fill sets the hooks and texts of all steps of a packet.
+func (t *texts) fill(p *Packet) error {
+	hook := ""
+	for i := range p.Steps {
+		s := &p.Steps[i]
+		hooks, err := t.hooksOf(s)
+		if err != nil {
+			return err
 		}
+		if h, base := hooks[s.Chain]; base {
+			hook = h
+		}
+		s.Hook = hook
+		if s.Rule != "" {
+			continue
+		}
+		rules, err := t.rulesOf(s)
+		if err != nil {
+			return err
+		}
+		s.Rule = cmp.Or(rules[s.handle], fmt.Sprintf("a rule that is gone (handle %d)", s.handle))
 	}
 	return nil
 }
@@ -142,17 +129,14 @@ func (t *texts) rulesOf(s *Step) (map[uint64]string, error) {
 	byNFT := map[uint64]string(nil)
 	lines := t.iptablesRules(s)
 	for i, h := range handles {
-		switch {
-		case len(lines) == len(handles) && !xtables.Unread(lines[i]):
+		if len(lines) == len(handles) && !xtables.Unread(lines[i]) {
 			out[h] = lines[i]
-		default:
-			if byNFT == nil {
-				byNFT = nftRules(s)
-			}
-			if out[h] = byNFT[h]; out[h] == "" {
-				out[h] = fmt.Sprintf("rule %d (handle %d)", i+1, h)
-			}
+			continue
 		}
+		if byNFT == nil {
+			byNFT = nftRules(s)
+		}
+		out[h] = cmp.Or(byNFT[h], fmt.Sprintf("rule %d (handle %d)", i+1, h))
 	}
 	t.chains[at] = out
 	return out, err

@@ -4,8 +4,8 @@
 package tracer
 
 import (
+	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"net"
 	"net/netip"
@@ -95,7 +95,6 @@ type Step struct {
 	Rule string
 	// Verdict is accept, drop, continue, return, jump CHAIN or goto CHAIN.
 	Verdict string
-	Mark    uint32
 
 	family byte
 	table  string
@@ -173,8 +172,6 @@ func (t *Tracer) Follow(ctx context.Context, most int) (*Result, error) {
 	quiet := time.NewTimer(time.Hour)
 	defer quiet.Stop()
 	var mu sync.Mutex // guards the fields of t while messages are read
-	enough := make(chan struct{})
-	all := sync.OnceFunc(func() { close(enough) })
 	read := make(chan struct{})
 	go func() {
 		defer close(read)
@@ -186,14 +183,13 @@ func (t *Tracer) Follow(ctx context.Context, most int) (*Result, error) {
 				return
 			}
 			if t.ended >= most {
-				all()
+				quiet.Reset(0)
 			} else if len(t.list) >= most {
 				quiet.Reset(settle)
 			}
 		}, func(error) { mu.Lock(); out.Lost = true; mu.Unlock() })
 	}()
 	select {
-	case <-enough:
 	case <-quiet.C:
 	case <-ctx.Done():
 		time.Sleep(settle)
@@ -225,17 +221,16 @@ func (t *Tracer) Follow(ctx context.Context, most int) (*Result, error) {
 
 // finish sets the names of interfaces and the texts of rules.
 func (t *Tracer) finish(list []Packet) error {
-	named := func(p *Packet) { p.In, p.Out = t.interfaceName(p.in), t.interfaceName(p.out) }
-	var answers []Packet
+	texts := newTexts(t.flow.Family())
 	for i := range list {
-		named(&list[i])
-		if a := list[i].Answer; a != nil {
-			named(a)
-			answers = append(answers, *a) // It has the same steps.
+		for p := &list[i]; p != nil; p = p.Answer {
+			p.In, p.Out = t.interfaceName(p.in), t.interfaceName(p.out)
+			if err := texts.fill(p); err != nil {
+				return err
+			}
 		}
 	}
-	texts := newTexts(t.flow.Family())
-	return errors.Join(texts.fill(list), texts.fill(answers))
+	return nil
 }
 
 // mostAnswers bounds how many answers are kept for each packet: a server repeats them if they get no further.
@@ -267,12 +262,7 @@ func (t *Tracer) add(m message, most int) bool {
 	if m.src.IsValid() {
 		p.From, p.To = m.src, m.dst
 	}
-	if m.in != 0 {
-		p.in = m.in
-	}
-	if m.out != 0 {
-		p.out = m.out
-	}
+	p.in, p.out = cmp.Or(m.in, p.in), cmp.Or(m.out, p.out)
 	if own {
 		if m.chain == chainInput || m.chain == chainPost {
 			t.end(p, Accept)
@@ -283,7 +273,7 @@ func (t *Tracer) add(m message, most int) bool {
 	if m.kind == unix.NFT_TRACETYPE_RULE && m.handle == 0 || m.kind == unix.NFT_TRACETYPE_RETURN {
 		return true // The end of a chain's rules, and the return from it.
 	}
-	s := Step{Table: familyName(m.family) + " " + m.table, Chain: m.chain, Verdict: m.verdict, Mark: m.mark, family: m.family, table: m.table, handle: m.handle}
+	s := Step{Table: familyName(m.family) + " " + m.table, Chain: m.chain, Verdict: m.verdict, family: m.family, table: m.table, handle: m.handle}
 	if m.kind == unix.NFT_TRACETYPE_POLICY {
 		s.Rule = "policy"
 	}

@@ -3,6 +3,7 @@
 package endpoints
 
 import (
+	"cmp"
 	"context"
 	"net/netip"
 	"slices"
@@ -27,7 +28,7 @@ type at struct {
 }
 
 // sites are the endpoints in use, up to a number, that are this node's own, and those of its Pods, with the interfaces that lead to these.
-func sites(ports []*plan.ServicePort, links map[int]host.Link) (here, pods []at, leads map[netip.Addr]host.Link) {
+func (v *View) sites(ports []*plan.ServicePort) (here, pods []at, leads map[netip.Addr]host.Link) {
 	leads = map[netip.Addr]host.Link{}
 	asked := map[at]bool{}
 	for _, sp := range ports {
@@ -37,19 +38,12 @@ func sites(ports []*plan.ServicePort, links map[int]host.Link) (here, pods []at,
 				continue
 			}
 			asked[a] = true
-			r, err := host.RouteTo(a.addr.Addr(), host.Way{})
-			if err != nil { // There is none.
-				continue
-			}
-			kind := ""
-			if len(r.Links) == 1 {
-				kind = links[r.Links[0]].Kind
-			}
+			r, by, one := v.leave(a.addr.Addr(), host.Way{})
 			switch {
 			case r.Local:
 				here = append(here, a)
-			case (kind == "veth" || kind == "bridge" || leadsAway(kind) || ep.Local) && len(r.Links) == 1 && a.protocol != plan.SCTP:
-				pods, leads[a.addr.Addr()] = append(pods, a), links[r.Links[0]]
+			case one && (by.Kind == "veth" || by.Kind == "bridge" || leadsAway(by.Kind) || ep.Local) && a.protocol != plan.SCTP:
+				pods, leads[a.addr.Addr()] = append(pods, a), by
 			}
 		}
 	}
@@ -57,13 +51,9 @@ func sites(ports []*plan.ServicePort, links map[int]host.Link) (here, pods []at,
 }
 
 // Look looks at the endpoints in use that are on this node, up to a number. Those of which nothing can be known are left out: where processes of
-// Pods are not visible, several namespaces have the address and may not be entered, or a virtual machine or a sandbox may listen. sysctls is /proc/sys.
-func Look(ctx context.Context, sysctls string, ports []*plan.ServicePort) ([]reality.Listening, error) {
-	links, err := host.Links()
-	if err != nil {
-		return nil, err
-	}
-	here, pods, leads := sites(ports, links)
+// Pods are not visible, several namespaces have the address and may not be entered, or a virtual machine or a sandbox may listen.
+func (v *View) Look(ctx context.Context, ports []*plan.ServicePort) ([]reality.Listening, error) {
+	here, pods, leads := v.sites(ports)
 	var out []reality.Listening
 	var read []func(plan.Protocol) ([]sockets.Socket, error) // where the sockets of each are listed
 	add := func(l reality.Listening, from func(plan.Protocol) ([]sockets.Socket, error)) {
@@ -78,6 +68,7 @@ func Look(ctx context.Context, sysctls string, ports []*plan.ServicePort) ([]rea
 	for _, a := range here {
 		list, is := known[a.protocol]
 		if !is {
+			var err error
 			if list, err = sockets.List(a.protocol); err != nil { // The kernel does not know the protocol.
 				continue
 			}
@@ -85,9 +76,9 @@ func Look(ctx context.Context, sysctls string, ports []*plan.ServicePort) ([]rea
 		}
 		add(judge(a.addr, a.protocol, list), sockets.List)
 	}
-	found := owners(ctx, sysctls, leads, links)
+	found := v.owners(ctx, leads)
 	fixed, err := host.Fixed()
-	if err != nil {
+	if err = cmp.Or(v.err, err); err != nil {
 		return nil, err
 	}
 	for _, a := range pods {

@@ -58,20 +58,17 @@ func runPod(t *testing.T, listen string) {
 	if _, err := fmt.Scanln(&address); err != nil {
 		t.Fatal(err)
 	}
-	for _, line := range []string{"link set lo up", "link set eth0 up", "addr add " + address + "/32 dev eth0", "route add default dev eth0"} {
-		nstest.Exec(t, "ip", strings.Fields(line)...)
-	}
+	ip(t, "link set lo up", "link set eth0 up", "addr add "+address+"/32 dev eth0", "route add default dev eth0")
 	for _, at := range strings.Split(listen, ",") {
 		switch at {
 		case "asks":
-			nstest.Exec(t, "ip", "route", "replace", "169.254.1.1", "dev", "eth0")
-			nstest.Exec(t, "ip", "route", "replace", "default", "via", "169.254.1.1", "dev", "eth0")
+			ip(t, "route replace 169.254.1.1 dev eth0", "route replace default via 169.254.1.1 dev eth0")
 			continue
 		case "unrouted":
-			nstest.Exec(t, "ip", "route", "del", "default")
+			ip(t, "route del default")
 			continue
 		case "machine":
-			nstest.Exec(t, "ip", "tuntap", "add", "tap0", "mode", "tap")
+			ip(t, "tuntap add tap0 mode tap")
 			continue
 		case "stack":
 			if _, err := unix.Socket(unix.AF_PACKET, unix.SOCK_RAW, int(bits.ReverseBytes16(unix.ETH_P_IP))); err != nil {
@@ -98,14 +95,13 @@ func TestLook(t *testing.T) {
 	nstest.Enter(t)
 	pid := os.Getpid() // Other tests may run that have the usual addresses.
 	podAt := func(n int) string { return fmt.Sprintf("10.%d.%d.%d", 240+n, pid>>8&0xff, pid&0xff) }
-	nstest.Exec(t, "ip", "addr", "add", "192.0.2.1/24", "dev", "lo")
+	ip(t, "addr add 192.0.2.1/24 dev lo")
 	startPod(t, "good", podAt(1), "0.0.0.0:8080", "127.0.0.1:9090")
 	startPod(t, "inside", podAt(2), "127.0.0.1:8080", "[::]:15006")
 	startPod(t, "other", podAt(3), ":80", ":443")
 	startPod(t, "machine", podAt(5), ":22", "machine") // as KubeVirt has it
 	startPod(t, "sandbox", podAt(6), "stack")          // as gVisor has it
-	nstest.Exec(t, "ip", "link", "add", "unseen", "type", "veth", "peer", "name", "peer")
-	nstest.Exec(t, "ip", "link", "set", "unseen", "up")
+	ip(t, "link add unseen type veth peer name peer", "link set unseen up")
 	nstest.Exec(t, "ip", "route", "add", podAt(4), "dev", "unseen")
 	l, err := net.Listen("tcp", "192.0.2.1:8081")
 	if err != nil {
@@ -131,7 +127,7 @@ func TestLook(t *testing.T) {
 	add(podAt(6), 8080)
 	add(podAt(4), 8080)       // Its namespace is not to be found.
 	add("198.51.100.9", 8080) // There is no route to it.
-	got, err := Look(t.Context(), "/proc/sys", []*plan.ServicePort{sp})
+	got, err := See("/proc/sys").Look(t.Context(), []*plan.ServicePort{sp})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -145,7 +141,7 @@ func TestLook(t *testing.T) {
 // TestStuck: of a program that listens and does not accept, it is said what waits; of others, nothing.
 func TestStuck(t *testing.T) {
 	nstest.Enter(t)
-	nstest.Exec(t, "ip", "link", "set", "lo", "up")
+	ip(t, "link set lo up")
 	listen := func() net.Listener {
 		l, err := net.Listen("tcp4", "127.0.0.1:0")
 		if err != nil {
@@ -173,11 +169,11 @@ func TestStuck(t *testing.T) {
 	at := func(a net.Addr) plan.Endpoints {
 		return plan.Endpoints{Cluster: []plan.Endpoint{{Addr: netip.MustParseAddrPort(a.String())}}}
 	}
-	got, err := Look(t.Context(), "/proc/sys", []*plan.ServicePort{
+	got, err := See("/proc/sys").Look(t.Context(), []*plan.ServicePort{
 		{Key: plan.Key{Protocol: plan.TCP}, Endpoints: at(stuck.Addr())}, {Key: plan.Key{Protocol: plan.TCP}, Endpoints: at(quiet.Addr())},
 		{Key: plan.Key{Protocol: plan.UDP}, Endpoints: at(deaf.LocalAddr())},
 	})
-	if other, err := Look(t.Context(), "/proc/sys", []*plan.ServicePort{{Key: plan.Key{Protocol: plan.TCP}, Endpoints: at(deaf.LocalAddr())}}); err != nil || len(other) != 1 || other[0].Listens || other[0].Other != plan.UDP {
+	if other, err := See("/proc/sys").Look(t.Context(), []*plan.ServicePort{{Key: plan.Key{Protocol: plan.TCP}, Endpoints: at(deaf.LocalAddr())}}); err != nil || len(other) != 1 || other[0].Listens || other[0].Other != plan.UDP {
 		t.Errorf("what listens by another protocol: %+v, %v", other, err)
 	}
 	if err != nil || len(got) != 3 || got[0].Waiting != 2 || got[1].Waiting != 0 || got[2].Waiting < 100 {
@@ -191,9 +187,7 @@ func TestPods(t *testing.T) {
 	nstest.Enter(t)
 	pid := os.Getpid()
 	address := func(n int) string { return fmt.Sprintf("10.%d.%d.%d", 246+n, pid>>8&0xff, pid&0xff) }
-	nstest.Exec(t, "ip", "link", "add", "cni0", "type", "bridge")
-	nstest.Exec(t, "ip", "link", "set", "cni0", "up")
-	nstest.Exec(t, "ip", "link", "add", "kube-bridge", "up", "type", "bridge")
+	ip(t, "link add cni0 type bridge", "link set cni0 up", "link add kube-bridge up type bridge")
 	sp := &plan.ServicePort{Key: plan.Key{Protocol: plan.TCP, Family: plan.IPv4}}
 	start := func(name, address string, more ...string) {
 		nstest.Exec(t, "ip", "route", "flush", address)
@@ -210,7 +204,7 @@ func TestPods(t *testing.T) {
 		for i, ep := range sp.Endpoints.Cluster {
 			want[i].Addr, want[i].Protocol, want[i].Pod = ep.Addr, plan.TCP, true
 		}
-		got, err := Look(t.Context(), "/proc/sys", []*plan.ServicePort{sp})
+		got, err := See("/proc/sys").Look(t.Context(), []*plan.ServicePort{sp})
 		if err != nil || !reflect.DeepEqual(got, want) {
 			t.Errorf("got %+v, %v\nwant %+v", got, err, want)
 		}
@@ -231,21 +225,17 @@ func TestPods(t *testing.T) {
 		{"link set alone mtu 1400", "link set alone mtu 1500", reality.Attachment{MTU: 1400, OwnMTU: 1500}},
 		{"link set alone down", "link set alone up", reality.Attachment{Down: true}},
 	} {
-		nstest.Exec(t, "ip", strings.Fields(tc.change)...)
+		ip(t, tc.change)
 		look(fine, with(tc.want))
-		nstest.Exec(t, "ip", strings.Fields(tc.undo)...)
+		ip(t, tc.undo)
 	}
-	nstest.Exec(t, "ip", "addr", "add", "192.0.2.1/24", "dev", "lo")
+	ip(t, "addr add 192.0.2.1/24 dev lo")
 	start("mute", address(4), "unrouted")
 	look(fine, fine, reality.Listening{Listens: true, Attachment: reality.Attachment{Link: "mute", Bridge: "cni0", NoRoute: "network is unreachable", NoDefault: "network is unreachable"}})
 	sp.Endpoints.Cluster = sp.Endpoints.Cluster[:2]
 	startPod(t, "cali", address(3), "asks", ":8080")
 	sp.Endpoints.Cluster = append(sp.Endpoints.Cluster, plan.Endpoint{Addr: netip.MustParseAddrPort(address(3) + ":8080")})
-	proxy := func(value string) {
-		if err := os.WriteFile("/proc/sys/net/ipv4/conf/cali/proxy_arp", []byte(value), 0); err != nil {
-			t.Fatal(err)
-		}
-	}
+	proxy := func(value string) { write(t, "/proc/sys/net/ipv4", "conf/cali/proxy_arp", value) }
 	proxy("0")
 	look(fine, fine, reality.Listening{Listens: true, Attachment: reality.Attachment{Link: "cali", NoRoute: "their next hop 169.254.1.1 is no address of this node, and net.ipv4.conf.cali.proxy_arp is 0"}})
 	proxy("1")
@@ -259,7 +249,7 @@ func TestPods(t *testing.T) {
 	for i := range sp.Endpoints.Cluster {
 		sp.Endpoints.Cluster[i].Local = true
 	}
-	all, err := Within(t.Context(), "/proc/sys", []*plan.ServicePort{sp}, func(its []*plan.ServicePort, listens func(plan.Protocol, uint16) bool) error {
+	all, err := See("/proc/sys").Within(t.Context(), []*plan.ServicePort{sp}, func(its []*plan.ServicePort, listens func(plan.Protocol, uint16) bool) error {
 		looked++
 		if len(its) != 1 || len(its[0].All()) != 1 || its[0].All()[0].Addr.Addr().String() != address(2) || !listens(plan.TCP, 8080) || listens(plan.TCP, 15006) {
 			t.Errorf("%+v", its)
@@ -281,12 +271,10 @@ func TestBridgeDown(t *testing.T) {
 	nstest.Enter(t)
 	address := fmt.Sprintf("10.251.%d.%d", os.Getpid()>>8&0xff, os.Getpid()&0xff)
 	startPod(t, "pod", address, ":8080")
-	for _, line := range []string{"link add cni0 type bridge", "link set pod master cni0", "route flush " + address, "route add " + address + " dev lo"} {
-		nstest.Exec(t, "ip", strings.Fields(line)...)
-	}
+	ip(t, "link add cni0 type bridge", "link set pod master cni0", "route flush "+address, "route add "+address+" dev lo")
 	sp := &plan.ServicePort{Key: plan.Key{Protocol: plan.TCP, Family: plan.IPv4}}
 	sp.Endpoints.Cluster = []plan.Endpoint{{Addr: netip.AddrPortFrom(netip.MustParseAddr(address), 8080), Local: true}}
-	got, err := Look(t.Context(), "/proc/sys", []*plan.ServicePort{sp})
+	got, err := See("/proc/sys").Look(t.Context(), []*plan.ServicePort{sp})
 	if err != nil || len(got) != 1 || got[0].Attachment != (reality.Attachment{Link: "pod", Bridge: "cni0", Down: true}) {
 		t.Errorf("%+v, %v", got, err)
 	}
@@ -321,12 +309,7 @@ func TestJudge(t *testing.T) {
 func TestLookBack(t *testing.T) {
 	t.Parallel()
 	nstest.Enter(t)
-	set := func(name, value string) {
-		t.Helper()
-		if err := os.WriteFile("/proc/sys/net/ipv4/"+name, []byte(value), 0o644); err != nil {
-			t.Fatal(err)
-		}
-	}
+	set := func(name, value string) { write(t, "/proc/sys/net/ipv4", name, value) }
 	set("ip_forward", "1")
 	for name, address := range map[string]string{"clients": "192.0.2.1/24", "one": "198.51.100.1/24", "two": "203.0.113.1/24"} {
 		if name == "clients" {
@@ -341,12 +324,11 @@ func TestLookBack(t *testing.T) {
 	}
 	set("conf/all/rp_filter", "0")
 	set("conf/two/rp_filter", "1")
-	nstest.Exec(t, "ip", "route", "add", "10.244.9.0/24", "via", "198.51.100.2")
-	nstest.Exec(t, "ip", "route", "add", "10.244.9.0/24", "via", "203.0.113.2", "table", "100")
+	ip(t, "route add 10.244.9.0/24 via 198.51.100.2", "route add 10.244.9.0/24 via 203.0.113.2 table 100")
 	endpoint := netip.MustParseAddr("10.244.9.5")
 	look := func(strict []string, filtered ...reality.Filtered) {
 		t.Helper()
-		got, err := LookBack(t.Context(), "/proc/sys", []netip.Addr{endpoint, netip.MustParseAddr("fd00::5"), netip.MustParseAddr("192.0.2.1")})
+		got, err := See("/proc/sys").LookBack(t.Context(), []netip.Addr{endpoint, netip.MustParseAddr("fd00::5"), netip.MustParseAddr("192.0.2.1")})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -355,14 +337,14 @@ func TestLookBack(t *testing.T) {
 		}
 	}
 	look(nil)
-	nstest.Exec(t, "ip", "rule", "add", "iif", "clients", "lookup", "100")
+	ip(t, "rule add iif clients lookup 100")
 	look([]string{"two"}, reality.Filtered{Addr: endpoint, By: "two", Back: "one"})
 	set("conf/all/rp_filter", "2")
 	look(nil)
 	set("conf/all/rp_filter", "1")
 	look([]string{"one", "two"}, reality.Filtered{Addr: endpoint, By: "two", Back: "one"})
-	nstest.Exec(t, "ip", "route", "replace", "10.244.9.0/24", "nexthop", "via", "198.51.100.2", "nexthop", "via", "203.0.113.2")
-	got, err := LookBack(t.Context(), "/proc/sys", []netip.Addr{endpoint})
+	ip(t, "route replace 10.244.9.0/24 nexthop via 198.51.100.2 nexthop via 203.0.113.2")
+	got, err := See("/proc/sys").LookBack(t.Context(), []netip.Addr{endpoint})
 	if err != nil || len(got.Filtered) > 0 {
 		t.Errorf("with a route of two hops: %+v, %v", got, err)
 	}

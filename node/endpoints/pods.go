@@ -8,7 +8,6 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
-	"syscall"
 
 	"nodeproxy/inspect/reality"
 	"nodeproxy/kernel/host"
@@ -65,7 +64,7 @@ func leadsAway(kind string) bool {
 
 // owners returns the network namespaces that have addresses, for which packets leave by the interfaces in leads. Where it is known which have a pair of
 // interfaces with this node, there are no others.
-func owners(ctx context.Context, sysctls string, leads map[netip.Addr]host.Link, links map[int]host.Link) map[netip.Addr][]pod {
+func (v *View) owners(ctx context.Context, leads map[netip.Addr]host.Link) map[netip.Addr][]pod {
 	out := map[netip.Addr][]pod{}
 	if len(leads) == 0 {
 		return out
@@ -80,7 +79,7 @@ func owners(ctx context.Context, sysctls string, leads map[netip.Addr]host.Link,
 		}
 		own, _ := n.Addresses(among) // Its process may have ended.
 		for _, a := range own {
-			out[a] = append(out[a], look(ctx, sysctls, n, a, leads[a], links))
+			out[a] = append(out[a], v.look(ctx, n, a, leads[a]))
 		}
 	}
 	for a, list := range out {
@@ -92,7 +91,7 @@ func owners(ctx context.Context, sysctls string, leads map[netip.Addr]host.Link,
 }
 
 // look looks at a namespace that has an address, from inside if that is allowed.
-func look(ctx context.Context, sysctls string, n sockets.Namespace, a netip.Addr, lead host.Link, links map[int]host.Link) pod {
+func (v *View) look(ctx context.Context, n sockets.Namespace, a netip.Addr, lead host.Link) pod {
 	p := pod{Namespace: n}
 	file, err := n.Open()
 	if err != nil { // Its process has ended.
@@ -110,28 +109,27 @@ func look(ctx context.Context, sysctls string, n sockets.Namespace, a netip.Addr
 	_ = n.Enter(func() (err error) { // It may not be allowed.
 		if inside, err = host.Links(); err == nil && asks.IsValid() {
 			via, by, p.noRoute, err = answersBy(ctx, asks)
-			if why := syscall.Errno(0); err == nil && a.Is4() {
-				if _, failed := host.RouteTo(somewhere, host.Way{}); errors.As(failed, &why) {
-					p.noDefault = noRoute(why)
-				}
+			if err == nil && a.Is4() {
+				_, failed := host.RouteTo(somewhere, host.Way{})
+				p.noDefault, _ = noRoute(failed)
 			}
 		}
 		return err
 	})
 	for _, l := range inside {
 		p.hardware = append(p.hardware, l.Hardware)
-		end := links[l.Peer]
+		end := v.links[l.Peer]
 		own := l.Kind == "veth" && end.Kind == "veth" && end.Peer == l.Index && end.PeerNamespace == id && id >= 0
 		if own && !p.attached {
 			p.link, p.own, p.attached = end, l, end.Index == lead.Index || end.Master == lead.Index
-			p.bridge = links[end.Master]
+			p.bridge = v.links[end.Master]
 		}
 	}
 	if by != 0 && by != p.own.Index { // Others are answered by this one.
 		p.noRoute = ""
 		return p
 	}
-	if r, err := host.RouteTo(via, host.Way{}); via.IsValid() && p.link.Index == lead.Index && p.noRoute == "" && (err != nil || !r.Local) && !host.AnswersFor(sysctls, lead.Name) {
+	if r, err := host.RouteTo(via, host.Way{}); via.IsValid() && p.link.Index == lead.Index && p.noRoute == "" && (err != nil || !r.Local) && !host.AnswersFor(v.sysctls, lead.Name) {
 		p.noRoute = fmt.Sprintf("their next hop %s is no address of this node, and net.ipv4.conf.%s.proxy_arp is 0", via, lead.Name)
 	}
 	return p
@@ -141,8 +139,8 @@ func look(ctx context.Context, sysctls string, n sockets.Namespace, a netip.Addr
 // has to be asked where it is, and is of IPv4.
 func answersBy(ctx context.Context, to netip.Addr) (via netip.Addr, by int, not string, err error) {
 	r, err := host.RouteTo(to, host.Way{})
-	if why := syscall.Errno(0); errors.As(err, &why) {
-		return via, 0, noRoute(why), nil
+	if why, none := noRoute(err); none {
+		return via, 0, why, nil
 	}
 	if err != nil || len(r.Links) != 1 || !r.Via.Is4() {
 		return via, 0, "", err
@@ -165,11 +163,7 @@ const mostEntered = 4
 
 // Within calls look in the network namespaces of ServicePorts' endpoints on this node, up to a number, with these ServicePorts and no other endpoints.
 // listens reports whether something listens there at a port. all is false where some could not be entered.
-func Within(ctx context.Context, sysctls string, ports []*plan.ServicePort, look func(its []*plan.ServicePort, listens func(plan.Protocol, uint16) bool) error) (all bool, err error) {
-	links, err := host.Links()
-	if err != nil {
-		return false, err
-	}
+func (v *View) Within(ctx context.Context, ports []*plan.ServicePort, look func(its []*plan.ServicePort, listens func(plan.Protocol, uint16) bool) error) (all bool, err error) {
 	leads := map[netip.Addr]host.Link{}
 	for _, sp := range ports {
 		for _, ep := range sp.All() {
@@ -177,12 +171,12 @@ func Within(ctx context.Context, sysctls string, ports []*plan.ServicePort, look
 			if _, known := leads[a]; known || !ep.Local || len(leads) == mostEntered {
 				continue
 			}
-			if r, err := host.RouteTo(a, host.Way{}); err == nil && !r.Local && len(r.Links) == 1 {
-				leads[a] = links[r.Links[0]]
+			if _, by, one := v.leave(a, host.Way{}); one {
+				leads[a] = by
 			}
 		}
 	}
-	found, all := owners(ctx, sysctls, leads, links), true
+	found, all := v.owners(ctx, leads), true
 	for _, a := range slices.SortedFunc(maps.Keys(leads), netip.Addr.Compare) {
 		if len(found[a]) != 1 {
 			all = false
@@ -200,7 +194,7 @@ func Within(ctx context.Context, sysctls string, ports []*plan.ServicePort, look
 			return false, fmt.Errorf("looking at the rules in the Pod of %s: %w", a, err)
 		}
 	}
-	return all, nil
+	return all, v.err
 }
 
 // only returns ServicePorts with no other endpoints than those that have an address.

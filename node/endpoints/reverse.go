@@ -14,25 +14,21 @@ import (
 const mostWays = 8
 
 // LookBack finds out whether strict rp_filter drops the answers of endpoints: where policy routing sends packets to them by another interface than the
-// kernel looks for their answers. Only IPv4 has rp_filter. sysctls is /proc/sys.
-func LookBack(ctx context.Context, sysctls string, endpoints []netip.Addr) (*reality.Reverse, error) {
-	links, err := host.Links()
-	if err != nil {
-		return nil, err
-	}
+// kernel looks for their answers. Only IPv4 has rp_filter.
+func (v *View) LookBack(ctx context.Context, endpoints []netip.Addr) (*reality.Reverse, error) {
 	out := &reality.Reverse{}
 	out.Drops, out.Known = host.ReversePathDrops()
 	strict := map[int]bool{}
-	for i, l := range links {
-		if l.Up && host.StrictReversePath(sysctls, l.Name) {
+	for i, l := range v.links {
+		if l.Up && host.StrictReversePath(v.sysctls, l.Name) {
 			strict[i], out.Anywhere = true, append(out.Anywhere, l.Name)
 		}
 	}
 	slices.Sort(out.Anywhere)
 	if len(strict) == 0 { // As on most nodes.
-		return out, nil
+		return out, v.err
 	}
-	ways, own, err := waysIn(links)
+	ways, own, err := v.waysIn()
 	if err != nil {
 		return nil, err
 	}
@@ -44,11 +40,10 @@ func LookBack(ctx context.Context, sysctls string, endpoints []netip.Addr) (*rea
 			if ctx.Err() != nil {
 				return out, nil
 			}
-			to, err := host.RouteTo(ep, w)
-			if err != nil || to.Local || len(to.Links) != 1 || !strict[to.Links[0]] || links[to.Links[0]].Master != 0 {
+			to, by, one := v.leave(ep, w)
+			if !one || !strict[by.Index] || by.Master != 0 {
 				continue // Packets do not go there, or their answers are taken from anywhere; of a VRF, this can't be told.
 			}
-			by := links[to.Links[0]]
 			if !slices.Contains(out.Strict, by.Name) {
 				out.Strict = append(out.Strict, by.Name)
 			}
@@ -60,7 +55,7 @@ func LookBack(ctx context.Context, sysctls string, endpoints []netip.Addr) (*rea
 			if err != nil || len(back.Links) == 0 || slices.Contains(back.Links, by.Index) {
 				continue
 			}
-			out.Filtered = append(out.Filtered, reality.Filtered{Addr: ep, By: by.Name, Back: links[back.Links[0]].Name})
+			out.Filtered = append(out.Filtered, reality.Filtered{Addr: ep, By: by.Name, Back: v.links[back.Links[0]].Name})
 			break
 		}
 	}
@@ -69,7 +64,7 @@ func LookBack(ctx context.Context, sysctls string, endpoints []netip.Addr) (*rea
 
 // waysIn are the ways of packets: those of this node, and those of clients beyond its interfaces, with the first address of each interface. Pods' interfaces
 // are left out.
-func waysIn(links map[int]host.Link) ([]host.Way, map[int]netip.Addr, error) {
+func (v *View) waysIn() ([]host.Way, map[int]netip.Addr, error) {
 	list, err := host.Filter{}.Addresses(plan.IPv4)
 	if err != nil {
 		return nil, nil, err
@@ -80,7 +75,7 @@ func waysIn(links map[int]host.Link) ([]host.Way, map[int]netip.Addr, error) {
 		taken[a.Addr] = true
 	}
 	for _, a := range list {
-		l := links[a.Index]
+		l := v.links[a.Index]
 		if _, has := own[l.Index]; has || !l.Up || a.Addr.IsLoopback() {
 			continue
 		}

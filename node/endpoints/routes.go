@@ -19,27 +19,61 @@ import (
 	"nodeproxy/plan"
 )
 
-// LookOut looks at the ways to addresses of a Service, for this node and for others. sysctls is /proc/sys.
-func LookOut(ctx context.Context, sysctls string, to reality.Places, from []reality.Origin) (*reality.Ways, error) {
+// View is this node's interfaces, as they were when it was made, by which the ways to addresses are told.
+type View struct {
+	// Uplink is the interface of the default route of IPv4, by which packets of other hosts come on most nodes; "" if that is not known.
+	Uplink string
+
+	sysctls string // /proc/sys
+	err     error  // why the interfaces are not known; nil if they are
+	links   map[int]host.Link
+	direct  host.Link  // that of the default route in the main table; the zero value if there is none
+	gateway netip.Addr // its next hop
+}
+
+// See looks at the interfaces of the network namespace of the calling thread. sysctls is /proc/sys. If it can't, methods return why.
+func See(sysctls string) *View {
 	links, err := host.Links()
-	if err != nil {
-		return nil, err
+	v := &View{sysctls: sysctls, links: links, err: err}
+	uplink, gateway, known := host.Default()
+	v.direct, v.gateway = links[uplink], gateway
+	if known {
+		v.Uplink = v.direct.Name
+	} else if r, by, one := v.leave(somewhere, host.Way{}); one && r.Via.IsValid() { // It has several hops, or is in another table.
+		v.Uplink = by.Name
 	}
+	return v
+}
+
+// leave returns the route for packets to an address, and the interface by which they leave; false if that is not a single one, or the address is
+// this node's.
+func (v *View) leave(to netip.Addr, w host.Way) (r host.Route, by host.Link, one bool) {
+	r, err := host.RouteTo(to, w)
+	if err != nil || r.Local || len(r.Links) != 1 {
+		return r, host.Link{}, false
+	}
+	return r, v.links[r.Links[0]], true
+}
+
+// By returns the name of the interface by which packets leave for an address; "" where that is not known, or the address is this node's.
+func (v *View) By(a netip.Addr) string {
+	_, by, _ := v.leave(a, host.Way{})
+	return by.Name
+}
+
+// LookOut looks at the ways to addresses of a Service, for this node and for others.
+func (v *View) LookOut(ctx context.Context, to reality.Places, from []reality.Origin) (*reality.Ways, error) {
 	silent, err := host.Silent(ctx)
-	if err != nil {
+	if err = cmp.Or(v.err, err); err != nil {
 		return nil, err
 	}
-	l := &lookout{sysctls: sysctls, from: from, links: links, silent: silent, others: map[int]bool{}, without: map[int]map[netip.Addr]string{}, away: map[plan.Family]bool{},
-		ways: &reality.Ways{Unreached: map[netip.Addr]string{}, Cut: map[netip.Addr]string{}, Silent: map[netip.Addr]string{}, Near: map[netip.Addr]string{},
-			Bridged: map[netip.Addr]string{}, Unclaimed: map[netip.Addr]string{}, NoHairpin: map[netip.Addr]string{}, Fixed: map[netip.Addr]string{},
-			ByDefault: map[netip.Addr]string{}, Astray: map[netip.Addr]string{}, Shut: map[netip.Addr]string{}, Looped: map[netip.Addr]string{},
-			Lost: map[netip.Addr]string{}, Captive: map[netip.Addr]string{}, Uplink: Uplink()}}
+	l := &lookout{View: v, from: from, silent: silent, others: map[int]bool{}, without: map[int]map[netip.Addr]string{}, away: map[plan.Family]bool{},
+		ways: &reality.Ways{Uplink: v.Uplink}}
 	if l.addressed, err = l.networks(to); err != nil {
 		return nil, err
 	}
-	uplink, gateway, _ := host.Default()
-	if l.gateway = gateway; links[uplink].MTU > 0 {
-		l.narrow(links[uplink])
+	if v.direct.MTU > 0 {
+		l.narrow(v.direct)
 	}
 	if l.fixed, err = host.Fixed(); err != nil {
 		return nil, err
@@ -48,13 +82,13 @@ func LookOut(ctx context.Context, sysctls string, to reality.Places, from []real
 	if l.ways.Marked, err = host.RuledByMark(); err != nil {
 		return nil, err
 	}
-	if err := l.each(ctx, to.Endpoints, l.ways.Unreached, l.endpoint); err != nil {
+	if err := l.each(ctx, to.Endpoints, &l.ways.Unreached, l.endpoint); err != nil {
 		return nil, err
 	}
-	if err := l.each(ctx, to.ClusterIPs, l.ways.Cut, func(netip.Addr, host.Route, host.Link) error { return nil }); err != nil {
+	if err := l.each(ctx, to.ClusterIPs, &l.ways.Cut, func(netip.Addr, host.Route, host.Link) error { return nil }); err != nil {
 		return nil, err
 	}
-	if err := l.each(ctx, to.ExternalIPs, map[netip.Addr]string{}, l.externalIP); err != nil {
+	if err := l.each(ctx, to.ExternalIPs, new(map[netip.Addr]string), l.externalIP); err != nil {
 		return nil, err
 	}
 	l.forwarding()
@@ -63,14 +97,12 @@ func LookOut(ctx context.Context, sysctls string, to reality.Places, from []real
 
 // lookout is one call of LookOut.
 type lookout struct {
-	sysctls   string
+	*View
 	from      []reality.Origin
-	links     map[int]host.Link
 	silent    map[host.Neighbour]bool
 	fixed     map[host.Neighbour]string
 	addressed map[int]bool // the interfaces that have addresses of IPv4
 	others    map[int]bool // and those of them that have none of Pods' range
-	gateway   netip.Addr   // the next hop of the default route
 	// policies are those of IPsec by which packets are dropped.
 	policies []host.Policy
 	without  map[int]map[netip.Addr]string // the ports without hairpin mode, by bridge
@@ -79,22 +111,29 @@ type lookout struct {
 	ways     *reality.Ways
 }
 
+// note notes something of an address.
+func note(in *map[netip.Addr]string, a netip.Addr, what string) {
+	if *in == nil {
+		*in = map[netip.Addr]string{}
+	}
+	(*in)[a] = what
+}
+
 // each looks for the routes to addresses, and calls routed with those to others by a single interface. It notes in without why there is none.
-func (l *lookout) each(ctx context.Context, list []netip.Addr, without map[netip.Addr]string, routed func(netip.Addr, host.Route, host.Link) error) error {
+func (l *lookout) each(ctx context.Context, list []netip.Addr, without *map[netip.Addr]string, routed func(netip.Addr, host.Route, host.Link) error) error {
 	for _, a := range list {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
 		r, err := host.RouteTo(a, host.Way{})
-		var why syscall.Errno
-		switch {
-		case err == nil && !r.Local && len(r.Links) == 1:
+		if err == nil && !r.Local && len(r.Links) == 1 {
 			err = routed(a, r, l.links[r.Links[0]])
-		case err != nil && errors.As(err, &why):
-			without[a], err = noRoute(why), nil
+		} else if why, none := noRoute(err); none {
 			if off := host.WithoutIPv6(); off != "" && a.Is6() {
-				without[a] = off
+				why = off
 			}
+			note(without, a, why)
+			err = nil
 		}
 		if err != nil {
 			return err
@@ -111,25 +150,26 @@ func (l *lookout) endpoint(a netip.Addr, r host.Route, link host.Link) error {
 	}
 	l.refused(a, r, link)
 	l.shut(a)
-	if hop := cmp.Or(r.Via, a); hop != a || link.Kind != "bridge" && link.Kind != "veth" {
+	hop := cmp.Or(r.Via, a)
+	if hop != a || link.Kind != "bridge" && link.Kind != "veth" {
 		l.narrow(link)
 	}
-	hop := cmp.Or(r.Via, a)
 	if at := l.fixed[host.Neighbour{Link: link.Index, Addr: hop}]; at != "" && tunnels[link.Kind] == 0 { // Tunnels have such entries.
-		l.ways.Fixed[a] = fmt.Sprintf("%s at %s (lladdr %s)", hop, link.Name, at)
+		note(&l.ways.Fixed, a, fmt.Sprintf("%s at %s (lladdr %s)", hop, link.Name, at))
 	}
-	if r.Via.IsValid() && link.Name == l.ways.Uplink && r.Via == l.gateway {
-		l.ways.ByDefault[a] = fmt.Sprintf("%s by %s", r.Via, link.Name)
+	if r.Via.IsValid() && link.Name == l.Uplink && r.Via == l.gateway {
+		note(&l.ways.ByDefault, a, fmt.Sprintf("%s by %s", r.Via, link.Name))
 	}
-	if back, err := host.RouteTo(somewhere, host.Way{From: a, In: link.Index}); a.Is4() && err == nil && len(back.Links) == 1 && l.ways.Uplink != "" {
-		if by := l.links[back.Links[0]].Name; by != l.ways.Uplink && by != link.Name {
-			l.ways.Astray[a] = by
+	if back, err := host.RouteTo(somewhere, host.Way{From: a, In: link.Index}); a.Is4() && err == nil && len(back.Links) == 1 && l.Uplink != "" {
+		by := l.links[back.Links[0]].Name // That of a route to this node itself is lo.
+		if by != l.Uplink && by != link.Name {
+			note(&l.ways.Astray, a, by)
 		}
 	}
 	if l.silent[host.Neighbour{Link: link.Index, Addr: hop}] {
-		l.ways.Silent[a] = fmt.Sprintf("%s at %s", hop, link.Name)
+		note(&l.ways.Silent, a, fmt.Sprintf("%s at %s", hop, link.Name))
 		if hop == a {
-			l.ways.Near[a] = link.Name
+			note(&l.ways.Near, a, link.Name)
 		}
 	}
 	if link.Kind == "vxlan" {
@@ -138,17 +178,17 @@ func (l *lookout) endpoint(a netip.Addr, r host.Route, link host.Link) error {
 			return err
 		}
 		if lost {
-			l.ways.Lost[a] = fmt.Sprintf("%s at %s", hop, link.Name)
+			note(&l.ways.Lost, a, fmt.Sprintf("%s at %s", hop, link.Name))
 		}
 		if r, failed := host.RouteTo(to, host.Way{}); to.IsValid() && failed == nil && r.Local {
-			l.ways.Looped[a] = fmt.Sprintf("%s to %s", link.Name, to)
+			note(&l.ways.Looped, a, fmt.Sprintf("%s to %s", link.Name, to))
 		}
 	}
 	if link.Kind != "bridge" || hop != a {
 		return nil
 	}
 	if !BridgeFiltered(l.sysctls, link.Name, plan.FamilyOf(a)) {
-		l.ways.Bridged[a] = link.Name
+		note(&l.ways.Bridged, a, link.Name)
 		return nil
 	}
 	if l.without[link.Index] == nil {
@@ -158,7 +198,7 @@ func (l *lookout) endpoint(a netip.Addr, r host.Route, link host.Link) error {
 		}
 	}
 	if port := l.without[link.Index][a]; port != "" {
-		l.ways.NoHairpin[a] = port
+		note(&l.ways.NoHairpin, a, port)
 	}
 	return nil
 }
@@ -171,12 +211,12 @@ func isForeign(l host.Link) bool {
 }
 
 // ofPods reports whether an interface is a bridge between Pods, and not that of a network outside, too.
-func ofPods(links map[int]host.Link, bridge host.Link) bool {
+func (v *View) ofPods(bridge host.Link) bool {
 	if bridge.Kind != "bridge" || isForeign(bridge) {
 		return false
 	}
 	pods := false
-	for _, port := range links {
+	for _, port := range v.links {
 		pod := port.Kind == "veth" && port.PeerNamespace >= 0
 		if port.Master == bridge.Index && !pod && port.Kind != "vxlan" {
 			return false
@@ -204,13 +244,13 @@ func (l *lookout) networks(to reality.Places) (map[int]bool, error) {
 		pods[a.Index] = pods[a.Index] || !to.Pods.IsValid() || to.Pods.Contains(a.Addr)
 		l.others[a.Index] = !pods[a.Index]
 		for _, ip := range to.ClusterIPs {
-			if ofPods(l.links, l.links[a.Index]) && !a.Network.IsSingleIP() && a.Network.Contains(ip) {
-				l.ways.Captive[ip] = l.links[a.Index].Name
+			if l.ofPods(l.links[a.Index]) && !a.Network.IsSingleIP() && a.Network.Contains(ip) {
+				note(&l.ways.Captive, ip, l.links[a.Index].Name)
 			}
 		}
 		for _, b := range list {
 			bridge, other := l.links[a.Index], l.links[b.Index]
-			apart := ofPods(l.links, bridge) && other.Kind != "bridge" && other.Kind != "dummy" && !b.Addr.IsLoopback() && bridge.Up && other.Up
+			apart := l.ofPods(bridge) && other.Kind != "bridge" && other.Kind != "dummy" && !b.Addr.IsLoopback() && bridge.Up && other.Up
 			if apart && !a.Network.IsSingleIP() && !b.Network.IsSingleIP() && a.Network.Overlaps(b.Network) {
 				l.ways.Overlaps = append(l.ways.Overlaps, fmt.Sprintf("%s of %s and %s of %s", a.Network, bridge.Name, b.Network, other.Name))
 			}
@@ -224,9 +264,9 @@ func (l *lookout) shut(a netip.Addr) {
 	for _, p := range l.policies {
 		switch {
 		case p.To.Contains(a) && p.From.Bits() == 0:
-			l.ways.Shut[a] = p.String()
+			note(&l.ways.Shut, a, p.String())
 		case p.From.Contains(a) && p.To.Bits() == 0 && p.Incoming:
-			l.ways.Shut[a] = p.String()
+			note(&l.ways.Shut, a, p.String())
 		}
 	}
 }
@@ -240,14 +280,13 @@ func (l *lookout) refused(to netip.Addr, route host.Route, own host.Link) {
 			continue
 		}
 		for _, link := range l.links {
-			var why syscall.Errno
 			if link.Name != o.By {
 				continue
 			}
 			r, err := host.RouteTo(to, host.Way{From: o.Addr, In: link.Index, Mark: o.Mark})
-			switch {
-			case errors.As(err, &why) && why != unix.EXDEV: // which is of rp_filter
-				l.ways.Unrouted = append(l.ways.Unrouted, reality.Unrouted{Addr: to, From: o, Why: noRoute(why)})
+			switch why, none := noRoute(err); {
+			case none && !errors.Is(err, unix.EXDEV): // which is of rp_filter
+				l.ways.Unrouted = append(l.ways.Unrouted, reality.Unrouted{Addr: to, From: o, Why: why})
 			case err == nil && !r.Local && len(r.Links) == 1 && r.Links[0] != own.Index && !route.Via.IsValid() && (own.Kind == "veth" || own.Kind == "bridge"):
 				l.ways.Unrouted = append(l.ways.Unrouted, reality.Unrouted{Addr: to, From: o, Why: "it goes by " + l.links[r.Links[0]].Name})
 			}
@@ -258,7 +297,7 @@ func (l *lookout) refused(to netip.Addr, route host.Route, own host.Link) {
 // externalIP looks whether an external IP is in the network of an interface.
 func (l *lookout) externalIP(a netip.Addr, r host.Route, link host.Link) error {
 	if !r.Via.IsValid() && link.Kind != "bridge" && link.Kind != "dummy" {
-		l.ways.Unclaimed[a] = link.Name
+		note(&l.ways.Unclaimed, a, link.Name)
 	}
 	return nil
 }
@@ -274,13 +313,13 @@ func (l *lookout) forwarding() {
 	if !l.away[plan.IPv4] || slices.Contains(l.ways.NotForwarded, plan.IPv4) {
 		return
 	}
-	names := append(l.by, Uplink())
+	names := append(l.by, l.Uplink)
 	for _, o := range l.from {
 		names = append(names, o.By)
 	}
 	for _, name := range names {
-		text, err := os.ReadFile(filepath.Join(l.sysctls, "net/ipv4/conf", name, "forwarding"))
-		if name != "" && err == nil && strings.TrimSpace(string(text)) == "0" && !slices.Contains(l.ways.NotForwardedBy, name) {
+		value, _ := sysctl(l.sysctls, "net/ipv4/conf", name, "forwarding")
+		if name != "" && value == "0" && !slices.Contains(l.ways.NotForwardedBy, name) {
 			l.ways.NotForwardedBy = append(l.ways.NotForwardedBy, name)
 		}
 	}
@@ -292,54 +331,39 @@ func (l *lookout) forwarding() {
 // (module br_netfilter).
 func BridgeFiltered(sysctls, bridge string, f plan.Family) bool {
 	name := map[plan.Family]string{plan.IPv4: "iptables", plan.IPv6: "ip6tables"}[f]
-	for _, setting := range []string{
-		filepath.Join(sysctls, "net/bridge/bridge-nf-call-"+name), filepath.Join("/sys/class/net", bridge, "bridge/nf_call_"+name),
-	} {
-		if text, err := os.ReadFile(setting); err == nil && strings.TrimSpace(string(text)) != "0" {
-			return true
-		}
-	}
-	return false
+	all, known := sysctl(sysctls, "net/bridge/bridge-nf-call-"+name)
+	its, has := sysctl("/sys/class/net", bridge, "bridge/nf_call_"+name)
+	return known && all != "0" || has && its != "0"
+}
+
+// sysctl returns a setting of the kernel; false if it can't be read.
+func sysctl(path ...string) (value string, known bool) {
+	text, err := os.ReadFile(filepath.Join(path...))
+	return strings.TrimSpace(string(text)), err == nil
 }
 
 // Detour says in what the way of a client's packets to an endpoint differs from that of this node's own; "" if in nothing, or if that is not known.
-func Detour(from, to netip.Addr) string {
-	back, err := host.RouteTo(from, host.Way{})
-	own, failed := host.RouteTo(to, host.Way{})
-	if err != nil || failed != nil || back.Local || own.Local || len(back.Links) != 1 || len(own.Links) != 1 {
+func (v *View) Detour(from, to netip.Addr) string {
+	_, back, known := v.leave(from, host.Way{})
+	own, by, one := v.leave(to, host.Way{})
+	if !known || !one || back.Name == "" || by.Name == "" { // Of an interface that is newer than the view, nothing is known.
 		return ""
 	}
-	links, err := host.Links()
-	if err != nil {
-		return ""
-	}
-	say := func(r host.Route) string {
-		s := "by " + links[r.Links[0]].Name
+	say := func(r host.Route, by host.Link) string {
+		s := "by " + by.Name
 		if r.Via.IsValid() {
 			s += " via " + r.Via.String()
 		}
 		return s
 	}
-	r, err := host.RouteTo(to, host.Way{From: from, In: back.Links[0]})
+	r, err := host.RouteTo(to, host.Way{From: from, In: back.Index})
 	switch {
 	case errors.Is(err, unix.ENETUNREACH):
-		return fmt.Sprintf("what this node sends there goes %s, but for what comes from %s there is no route (ip rule)", say(own), from)
-	case err == nil && len(r.Links) == 1 && (r.Links[0] != own.Links[0] || r.Via != own.Via):
-		return fmt.Sprintf("what comes from %s goes %s, and what this node sends there %s (ip rule)", from, say(r), say(own))
+		return fmt.Sprintf("what this node sends there goes %s, but for what comes from %s there is no route (ip rule)", say(own, by), from)
+	case err == nil && len(r.Links) == 1 && (r.Links[0] != by.Index || r.Via != own.Via):
+		return fmt.Sprintf("what comes from %s goes %s, and what this node sends there %s (ip rule)", from, say(r, v.links[r.Links[0]]), say(own, by))
 	}
 	return ""
-}
-
-// By returns what tells the interface by which packets leave for an address; "" where that is not known, or it is the node's own.
-func By() func(netip.Addr) string {
-	links, err := host.Links()
-	return func(a netip.Addr) string {
-		r, failed := host.RouteTo(a, host.Way{})
-		if err != nil || failed != nil || r.Local || len(r.Links) != 1 {
-			return ""
-		}
-		return links[r.Links[0]].Name
-	}
 }
 
 // tunnels are the protocols by which kinds of interfaces send.
@@ -348,22 +372,17 @@ var tunnels = map[string]byte{
 }
 
 // Tunnels returns the tunnels by which packets leave for the endpoints of ServicePorts, up to a number of endpoints.
-func Tunnels(ports []*plan.ServicePort) ([]reality.Tunnel, error) {
-	links, err := host.Links()
-	if err != nil {
-		return nil, err
-	}
+func (v *View) Tunnels(ports []*plan.ServicePort) []reality.Tunnel {
 	var out []reality.Tunnel
-	left, uplink := most, Uplink()
+	left := most
 	for _, sp := range ports {
 		for _, ep := range sp.All()[:min(left, len(sp.All()))] {
 			left--
-			r, err := host.RouteTo(ep.Addr.Addr(), host.Way{})
-			if err != nil || r.Local || len(r.Links) != 1 { // There is none, or there are several.
+			r, l, one := v.leave(ep.Addr.Addr(), host.Way{})
+			if !one {
 				continue
 			}
-			l := links[r.Links[0]]
-			t := reality.Tunnel{Name: l.Name, Protocol: tunnels[l.Kind], Port: l.Port, By: links[l.Under].Name, Peer: r.Via}
+			t := reality.Tunnel{Name: l.Name, Protocol: tunnels[l.Kind], Port: l.Port, By: v.links[l.Under].Name, Peer: r.Via}
 			if l.Kind == "vxlan" {
 				t.Peer, _, _ = host.Beyond(l.Index, cmp.Or(r.Via, ep.Addr.Addr())) // Without its entries, it is not known.
 			}
@@ -371,36 +390,22 @@ func Tunnels(ports []*plan.ServicePort) ([]reality.Tunnel, error) {
 				t.Peer = netip.Addr{}
 			}
 			if to, err := host.RouteTo(t.Peer, host.Way{}); t.By == "" && t.Peer.IsValid() && err == nil && len(to.Links) == 1 {
-				t.By = links[to.Links[0]].Name
+				t.By = v.links[to.Links[0]].Name
 			}
-			if t.By = cmp.Or(t.By, uplink); t.Protocol != 0 && !slices.Contains(out, t) {
+			if t.By = cmp.Or(t.By, v.Uplink); t.Protocol != 0 && !slices.Contains(out, t) {
 				out = append(out, t)
 			}
 		}
 	}
-	return out, nil
+	return out
 }
 
 // somewhere stands for a host outside: an address for documentation (RFC 5737).
 var somewhere = netip.MustParseAddr("198.51.100.7")
 
-// Outside is what comes from other hosts by the interface of the default route of IPv4; false if that is not known.
-func Outside() (reality.Origin, bool) {
-	by := Uplink()
-	return reality.Origin{Name: "outside", By: by, Addr: somewhere, Outside: true}, by != ""
-}
-
-// Uplink returns the interface of the default route of IPv4, by which packets of other hosts come on most nodes; "" if that is not known.
-func Uplink() string {
-	links, _ := host.Links() // Without them, it is not known.
-	index, _, known := host.Default()
-	if known {
-		return links[index].Name
-	}
-	if r, err := host.RouteTo(somewhere, host.Way{}); err == nil && r.Via.IsValid() && len(r.Links) == 1 { // It has several hops, or is in another table.
-		return links[r.Links[0]].Name
-	}
-	return ""
+// Outside is what comes from other hosts by the uplink; false if that is not known.
+func (v *View) Outside() (reality.Origin, bool) {
+	return reality.Origin{Name: "outside", By: v.Uplink, Addr: somewhere, Outside: true}, v.Uplink != ""
 }
 
 // Near reports whether an address is in a network of this node, so that its neighbours ask for it there, and not one of the node's own, nor one for which
@@ -412,40 +417,36 @@ func Near(a netip.Addr) bool {
 
 // Outward returns those of this node's addresses of IPv4 that other hosts may use, of some, with their interfaces: not those of bridges, tunnels and the
 // like.
-func Outward(some func(netip.Addr) bool) (map[netip.Addr]string, error) {
+func (v *View) Outward(some func(netip.Addr) bool) (map[netip.Addr]string, error) {
 	list, err := host.Filter{}.Addresses(plan.IPv4)
-	if err != nil {
-		return nil, err
-	}
-	links, err := host.Links()
 	out := map[netip.Addr]string{}
-	uplink := Uplink() // That of a node in a container is one end of a pair.
 	for _, a := range list {
-		outward := slices.Contains([]string{"device", "bond", "team", "vlan"}, links[a.Index].Kind) || links[a.Index].Name == uplink
-		if outward && links[a.Index].Name != "lo" && links[a.Index].Up && a.Addr.IsGlobalUnicast() && some(a.Addr) {
-			out[a.Addr] = links[a.Index].Name
+		l := v.links[a.Index]
+		// The uplink of a node in a container is one end of a pair.
+		outward := slices.Contains([]string{"device", "bond", "team", "vlan"}, l.Kind) || l.Name == v.Uplink
+		if outward && l.Name != "lo" && l.Up && a.Addr.IsGlobalUnicast() && some(a.Addr) {
+			out[a.Addr] = l.Name
 		}
 	}
-	return out, err
+	return out, cmp.Or(v.err, err)
 }
 
 // PodsHere returns the range within which this node's Pods have their addresses, and the interface by which the packets of all of them come: "" if each has
 // its own, or that is not known. within is the range of all Pods, and known are some of this node. The range is invalid if there are none here.
-func PodsHere(within netip.Prefix, known []netip.Addr) (pods netip.Prefix, by string) {
-	links, err := host.Links()
-	networks, failed := host.Attached(within)
-	if err != nil || failed != nil {
+func (v *View) PodsHere(within netip.Prefix, known []netip.Addr) (pods netip.Prefix, by string) {
+	networks, err := host.Attached(within)
+	if err != nil {
 		return netip.Prefix{}, ""
 	}
-	uplink, found := Uplink(), map[int]bool{}
+	found := map[int]bool{}
 	for _, a := range known {
-		if r, err := host.RouteTo(a, host.Way{}); err == nil && !r.Local && len(r.Links) == 1 {
-			found[r.Links[0]] = true
+		if _, l, one := v.leave(a, host.Way{}); one {
+			found[l.Index] = true
 		}
 	}
 	for p, index := range networks {
-		l := links[index]
-		if l.Up && l.Name != uplink && (ofPods(links, l) || p.IsSingleIP() && l.Kind == "veth" && l.PeerNamespace >= 0) {
+		l := v.links[index]
+		if l.Up && l.Name != v.Uplink && (v.ofPods(l) || p.IsSingleIP() && l.Kind == "veth" && l.PeerNamespace >= 0) {
 			found[index] = true
 		}
 	}
@@ -454,14 +455,14 @@ func PodsHere(within netip.Prefix, known []netip.Addr) (pods netip.Prefix, by st
 		return netip.Prefix{}, ""
 	}
 	for index := range found {
-		if len(found) > 1 || links[index].Kind != "bridge" {
+		if len(found) > 1 || v.links[index].Kind != "bridge" {
 			return pods, ""
 		}
-		by = links[index].Name
+		by = v.links[index].Name
 	}
 	var its []netip.Prefix
 	for p, index := range networks {
-		if links[index].Name == by {
+		if v.links[index].Name == by {
 			its = append(its, p.Masked())
 		}
 	}
@@ -472,10 +473,9 @@ func PodsHere(within netip.Prefix, known []netip.Addr) (pods netip.Prefix, by st
 }
 
 // Bridges are the names of this node's bridges.
-func Bridges() map[string]bool {
-	links, _ := host.Links() // Without them, none is known.
+func (v *View) Bridges() map[string]bool {
 	out := map[string]bool{}
-	for _, l := range links {
+	for _, l := range v.links {
 		if l.Kind == "bridge" {
 			out[l.Name] = true
 		}
@@ -483,17 +483,20 @@ func Bridges() map[string]bool {
 	return out
 }
 
-// noRoute says why the kernel has no route.
-func noRoute(why syscall.Errno) string {
-	switch why {
-	case unix.EINVAL:
-		return "its route is of type blackhole"
-	case unix.EACCES:
-		return "its route is of type prohibit"
-	case unix.EHOSTUNREACH:
-		return "its route is of type unreachable"
+// noRoute says why the kernel has no route, by the error of asking for it; false if it is none of that kind.
+func noRoute(err error) (why string, none bool) {
+	of, none := errors.AsType[syscall.Errno](err)
+	switch {
+	case !none:
+		return "", false
+	case of == unix.EINVAL:
+		return "its route is of type blackhole", true
+	case of == unix.EACCES:
+		return "its route is of type prohibit", true
+	case of == unix.EHOSTUNREACH:
+		return "its route is of type unreachable", true
 	}
-	return why.Error()
+	return of.Error(), true
 }
 
 // forwards reports whether this node forwards packets of a family, from some interface at least; also where that can't be read.
@@ -507,11 +510,11 @@ func forwards(sysctls string, f plan.Family) bool {
 		if name := filepath.Base(filepath.Dir(path)); name == "lo" || name == "default" {
 			continue
 		}
-		text, err := os.ReadFile(path)
-		if err != nil { // The interface may be gone.
+		value, known := sysctl(path)
+		if !known { // The interface may be gone.
 			continue
 		}
-		if read++; strings.TrimSpace(string(text)) != "0" {
+		if read++; value != "0" {
 			return true
 		}
 	}

@@ -19,8 +19,8 @@ func traffic(seconds int, ports ...inspect.PortTraffic) *inspect.Traffic {
 }
 
 func port(name string, connections, packets, bytes int64) inspect.PortTraffic {
-	p := inspect.PortTraffic{Namespace: "shop", Name: name, Port: "http", Protocol: "TCP", Family: "IPv4", Connections: connections,
-		PacketsIn: packets, PacketsOut: packets, BytesIn: bytes, BytesOut: bytes}
+	p := inspect.PortTraffic{Namespace: "shop", Name: name, Port: "http", Protocol: "TCP", Family: "IPv4",
+		Counters: inspect.Counters{Connections: connections, PacketsIn: packets, PacketsOut: packets, BytesIn: bytes, BytesOut: bytes}}
 	if packets < 0 {
 		p.BytesIn, p.BytesOut = -1, -1
 	}
