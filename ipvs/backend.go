@@ -17,6 +17,8 @@ import (
 	"sync"
 	"time"
 
+	"k8s.io/apimachinery/pkg/util/sets"
+
 	"nodeproxy/backend"
 	"nodeproxy/ipvs/nftrules"
 	"nodeproxy/kernel/conntrack"
@@ -218,14 +220,14 @@ func (b *Backend) repairSysctls(change plan.Change) drift.Found {
 var others = host.Filter{Except: []string{names.Device}}
 
 // hostAddresses lists them.
-func hostAddresses(f plan.Family) (map[netip.Addr]struct{}, error) {
+func hostAddresses(f plan.Family) (sets.Set[netip.Addr], error) {
 	list, err := others.Addresses(f)
 	if err != nil {
 		return nil, err
 	}
-	out := make(map[netip.Addr]struct{}, len(list))
+	out := make(sets.Set[netip.Addr], len(list))
 	for _, a := range list {
-		out[a.Addr] = struct{}{}
+		out.Insert(a.Addr)
 	}
 	return out, nil
 }

@@ -9,6 +9,8 @@ import (
 	"slices"
 	"strings"
 
+	"k8s.io/apimachinery/pkg/util/sets"
+
 	"nodeproxy/ipvs/nftrules"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/host"
@@ -357,12 +359,12 @@ func Diff(f plan.Family, have, want *Objects) []drift.Hunk {
 	have, want = cmp.Or(have, newObjects(Options{})), cmp.Or(want, newObjects(Options{}))
 	prefix := strings.ToLower(f.String()) + " "
 	var out []drift.Hunk
-	all := map[ipvs.ServerID]struct{}{}
+	all := sets.Set[ipvs.ServerID]{}
 	for id := range have.servers {
-		all[id] = struct{}{}
+		all.Insert(id)
 	}
 	for id := range want.servers {
-		all[id] = struct{}{}
+		all.Insert(id)
 	}
 	for _, id := range slices.SortedFunc(maps.Keys(all), compareServers) {
 		if h := diffServer(have, want, id); !slices.Equal(h.Have, h.Want) {

@@ -4,6 +4,8 @@ import (
 	"net/netip"
 	"testing"
 
+	"k8s.io/apimachinery/pkg/util/sets"
+
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
 	"nodeproxy/plan"
@@ -49,7 +51,7 @@ func TestDifferences(t *testing.T) {
 		t.Fatal(err)
 	}
 	rs, err := restore.ParseSections(plan.IPv4, ipvs.Render(p, plan.IPv4, ipvs.Options{
-		MasqueradeBit: 14, Host: map[netip.Addr]struct{}{node: {}}}))
+		MasqueradeBit: 14, Host: sets.Set[netip.Addr]{node: {}}}))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"k8s.io/apimachinery/pkg/util/sets"
 	"pgregory.net/rapid"
 
 	"nodeproxy/kernel/drift"
@@ -86,7 +87,7 @@ func TestNothingIsKnownAfterAnError(t *testing.T) {
 	e, k := fakeEngine(plan.IPv4, testOptions)
 	p := large(3)
 	must(t, e.Sync(context.Background(), p, plan.Everything()))
-	k.addresses = map[netip.Addr]struct{}{}
+	k.addresses = sets.Set[netip.Addr]{}
 	k.fail = "rules"
 	if err := e.Sync(context.Background(), p, plan.Everything()); err == nil {
 		t.Fatal("the kernel refused the rules, and there was no error")

@@ -11,6 +11,8 @@ import (
 	"sync"
 	"time"
 
+	"k8s.io/apimachinery/pkg/util/sets"
+
 	"nodeproxy/backend"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/ipset"
@@ -57,7 +59,7 @@ type engine struct {
 type actual struct {
 	servers map[ipvs.ServerID]*actualServer
 	members map[member]shared // by key; count is not used
-	vips    map[netip.Addr]struct{}
+	vips    sets.Set[netip.Addr]
 	ports   actualPorts
 }
 
@@ -137,11 +139,11 @@ func (e *engine) follow() (again bool) {
 }
 
 // addressesChanged returns what a change of the node's addresses to host touches, and whether that includes the source of routes.
-func (e *engine) addressesChanged(host map[netip.Addr]struct{}) (t *touched, routes bool) {
+func (e *engine) addressesChanged(host sets.Set[netip.Addr]) (t *touched, routes bool) {
 	t = newTouched()
 	note := func(a netip.Addr) {
 		if e.desired.vips[a] > 0 || e.desired.ports[a] != nil {
-			t.vips[a] = struct{}{}
+			t.vips.Insert(a)
 		}
 		routes = routes || len(e.ranges) > 0 && a == e.desired.node.IP(e.family)
 	}
@@ -320,11 +322,11 @@ func (m marks) foreign(id ipvs.ServerID, exclude []netip.Prefix) bool {
 func (e *engine) everything() *touched {
 	t := newTouched()
 	for id := range e.desired.servers {
-		t.servers[id] = struct{}{}
+		t.servers.Insert(id)
 	}
 	hashes := map[uint32]bool(nil)
 	for id := range e.actual.servers {
-		t.servers[id] = struct{}{}
+		t.servers.Insert(id)
 		if _, wanted := e.desired.servers[id]; wanted {
 			continue
 		}
@@ -336,26 +338,26 @@ func (e *engine) everything() *touched {
 		}
 	}
 	for m := range e.desired.members {
-		t.members[m] = struct{}{}
+		t.members.Insert(m)
 	}
 	for m := range e.actual.members {
 		if m.set != setVIPs { // They follow the addresses.
-			t.members[m] = struct{}{}
+			t.members.Insert(m)
 		}
 	}
 	for a := range e.desired.vips {
-		t.vips[a] = struct{}{}
+		t.vips.Insert(a)
 	}
 	for a := range e.actual.vips {
-		t.vips[a] = struct{}{}
+		t.vips.Insert(a)
 	}
 	for a := range e.desired.ports {
-		t.vips[a] = struct{}{}
+		t.vips.Insert(a)
 	}
-	e.actual.ports.addresses(func(a netip.Addr) { t.vips[a] = struct{}{} })
+	e.actual.ports.addresses(func(a netip.Addr) { t.vips.Insert(a) })
 	for m := range e.actual.members {
 		if m.set == setVIPs {
-			t.vips[m.entry.Addr] = struct{}{}
+			t.vips.Insert(m.entry.Addr)
 		}
 	}
 	return t
@@ -478,7 +480,7 @@ func (e *engine) bind(list []netip.Addr) error {
 	e.Wrote(drift.Address, len(list))
 	for _, a := range list {
 		delete(e.actual.ports.unrouted, a)
-		e.actual.vips[a] = struct{}{}
+		e.actual.vips.Insert(a)
 	}
 	return nil
 }

@@ -11,6 +11,8 @@ import (
 	"strings"
 	"time"
 
+	"k8s.io/apimachinery/pkg/util/sets"
+
 	"nodeproxy/ipvs/nftrules"
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
@@ -28,13 +30,13 @@ type fakeKernel struct {
 	virtual     map[ipvs.ServerID]*ipvs.ActualServer
 	set         map[string]map[ipset.Entry]struct{} // by name; entries without marks
 	marks       map[string]map[ipset.Entry]ipset.Entry
-	addresses   map[netip.Addr]struct{}
+	addresses   sets.Set[netip.Addr]
 	local       map[netip.Prefix]netip.Addr
-	unrouted    map[netip.Addr]struct{} // of addresses
-	portRoutes  map[netip.Addr]struct{}
-	ports       map[plan.Address]struct{} // nil if there is no table for them
-	brokenPorts bool                      // the table is not what it should be
-	hostAddrs   map[netip.Addr]struct{}
+	unrouted    sets.Set[netip.Addr] // of addresses
+	portRoutes  sets.Set[netip.Addr]
+	ports       sets.Set[plan.Address] // nil if there is no table for them
+	brokenPorts bool                   // the table is not what it should be
+	hostAddrs   sets.Set[netip.Addr]
 	fixed       xtables.Desired
 	otherMode   bool
 	connections map[netip.AddrPort]uint32
@@ -46,9 +48,9 @@ type fakeKernel struct {
 func newFakeKernel(f plan.Family) *fakeKernel {
 	return &fakeKernel{
 		family: f, virtual: map[ipvs.ServerID]*ipvs.ActualServer{}, set: map[string]map[ipset.Entry]struct{}{},
-		marks: map[string]map[ipset.Entry]ipset.Entry{}, addresses: map[netip.Addr]struct{}{},
-		local: map[netip.Prefix]netip.Addr{}, hostAddrs: map[netip.Addr]struct{}{},
-		unrouted: map[netip.Addr]struct{}{}, portRoutes: map[netip.Addr]struct{}{},
+		marks: map[string]map[ipset.Entry]ipset.Entry{}, addresses: sets.Set[netip.Addr]{},
+		local: map[netip.Prefix]netip.Addr{}, hostAddrs: sets.Set[netip.Addr]{},
+		unrouted: sets.Set[netip.Addr]{}, portRoutes: sets.Set[netip.Addr]{},
 		connections: map[netip.AddrPort]uint32{},
 	}
 }
@@ -194,75 +196,64 @@ type fakeDevice struct{ *fakeKernel }
 
 func (fakeDevice) Ensure() (string, error) { return "", nil }
 
-func (k fakeDevice) Addresses(plan.Family) (map[netip.Addr]struct{}, error) {
+func (k fakeDevice) Addresses(plan.Family) (sets.Set[netip.Addr], error) {
 	return maps.Clone(k.addresses), nil
 }
 
 func (k fakeDevice) AddAddresses(list []netip.Addr) error {
-	for _, a := range list {
-		k.addresses[a] = struct{}{}
-	}
+	k.addresses.Insert(list...)
 	return k.call("add addresses %v", list)
 }
 
 func (k fakeDevice) RemoveAddresses(list []netip.Addr) error {
-	for _, a := range list {
-		delete(k.addresses, a)
-		delete(k.unrouted, a)
-	}
+	k.addresses.Delete(list...)
+	k.unrouted.Delete(list...)
 	return k.call("remove addresses %v", list)
 }
 
-func (k fakeDevice) UnroutedAddresses(plan.Family) (map[netip.Addr]struct{}, error) {
-	out := maps.Clone(k.unrouted)
-	maps.DeleteFunc(out, func(a netip.Addr, _ struct{}) bool { _, is := k.addresses[a]; return !is })
-	return out, nil
+func (k fakeDevice) UnroutedAddresses(plan.Family) (sets.Set[netip.Addr], error) {
+	return k.unrouted.Intersection(k.addresses), nil
 }
 
 func (k fakeDevice) AddUnrouted(list []netip.Addr) error {
 	for _, a := range list {
-		if _, routed := k.portRoutes[a]; !routed {
+		if !k.portRoutes.Has(a) {
 			return fmt.Errorf("%s is to lose its route, and none of its ports is local", a)
 		}
-		k.addresses[a], k.unrouted[a] = struct{}{}, struct{}{}
 	}
+	k.addresses.Insert(list...)
+	k.unrouted.Insert(list...)
 	return k.call("add unrouted %v", list)
 }
 
 func (k fakeDevice) RouteAddresses(list []netip.Addr) error {
-	for _, a := range list {
-		delete(k.unrouted, a)
-	}
+	k.unrouted.Delete(list...)
 	return k.call("route addresses %v", list)
 }
 
-func (k fakeDevice) PortRoutes(plan.Family) (map[netip.Addr]struct{}, error) {
+func (k fakeDevice) PortRoutes(plan.Family) (sets.Set[netip.Addr], error) {
 	return maps.Clone(k.portRoutes), nil
 }
 
 func (k fakeDevice) AddPortRoutes(list []netip.Addr) error {
-	for _, a := range list {
-		k.portRoutes[a] = struct{}{}
-	}
+	k.portRoutes.Insert(list...)
 	return k.call("add port routes %v", list)
 }
 
 func (k fakeDevice) RemovePortRoutes(list []netip.Addr) error {
-	for _, a := range list {
-		delete(k.portRoutes, a)
-	}
+	k.portRoutes.Delete(list...)
 	return k.call("remove port routes %v", list)
 }
 
 // fakePorts is the table that diverts ports.
 type fakePorts struct{ *fakeKernel }
 
-func (k fakePorts) List() (map[plan.Address]struct{}, bool, bool, error) {
+func (k fakePorts) List() (sets.Set[plan.Address], bool, bool, error) {
 	return maps.Clone(k.ports), k.ports != nil, k.ports != nil && !k.brokenPorts, nil
 }
 
 func (k fakePorts) Write(list []plan.Address) error {
-	k.ports, k.brokenPorts = map[plan.Address]struct{}{}, false
+	k.ports, k.brokenPorts = sets.Set[plan.Address]{}, false
 	return k.divert(list, "write ports %v")
 }
 
@@ -275,17 +266,17 @@ func (k fakePorts) Add(list []plan.Address) error {
 
 func (k fakePorts) divert(list []plan.Address, text string) error {
 	for _, p := range list {
-		if _, routed := k.portRoutes[p.Addr]; !routed {
+		if !k.portRoutes.Has(p.Addr) {
 			return fmt.Errorf("%v is to be local, and has no route", p)
 		}
-		k.ports[p] = struct{}{}
+		k.ports.Insert(p)
 	}
 	return k.call(text, list)
 }
 
 func (k fakePorts) Remove(list []plan.Address) error {
 	for _, p := range list {
-		if _, is := k.ports[p]; !is {
+		if !k.ports.Has(p) {
 			return fmt.Errorf("%v is to be removed, and is not there", p)
 		}
 		delete(k.ports, p)
@@ -330,7 +321,7 @@ func fakeEngine(f plan.Family, o Options) (*engine, *fakeKernel) {
 func engineOver(k *fakeKernel, o Options) *engine {
 	return &engine{family: k.family, options: o, grace: testGrace, log: slog.New(slog.DiscardHandler), machine: machine{
 		servers: fakeServers{k}, sets: fakeSets{k}, device: fakeDevice{k}, ports: fakePorts{k}, tables: fakeTables{k},
-		host:   func(plan.Family) (map[netip.Addr]struct{}, error) { return maps.Clone(k.hostAddrs), nil },
+		host:   func(plan.Family) (sets.Set[netip.Addr], error) { return maps.Clone(k.hostAddrs), nil },
 		reader: func() (*reader, error) { return &reader{fakeServers{k}, fakeSets{k}, func() {}}, nil },
 	}}
 }
@@ -359,7 +350,7 @@ func (k *fakeKernel) render() string {
 		fmt.Fprintf(&out, "route add local %s dev %s table local\n", r, names.Device)
 	}
 	for a := range k.addresses {
-		if _, unrouted := k.unrouted[a]; !unrouted {
+		if !k.unrouted.Has(a) {
 			renderAddress(&out, a)
 		}
 	}

@@ -4,6 +4,8 @@ import (
 	"context"
 	"net/netip"
 
+	"k8s.io/apimachinery/pkg/util/sets"
+
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/kernel/xtables"
@@ -13,13 +15,13 @@ import (
 // machine is what an engine uses of the node. ipvs.Servers, ipset.Sets and host.Device implement its parts.
 type machine struct {
 	servers servers
-	sets    sets
+	sets    ipsets
 	device  device
 	tables  tables
 	guard   guard     // nil if the kernel has no nftables
 	ports   portTable // nil if Options.WholeAddresses is set
 	// host lists the addresses of all other interfaces.
-	host func(plan.Family) (map[netip.Addr]struct{}, error)
+	host func(plan.Family) (sets.Set[netip.Addr], error)
 	// reader opens what reads beside syncs, which use servers and sets.
 	reader func() (*reader, error)
 }
@@ -55,7 +57,7 @@ type servers interface {
 	Apply([]ipvs.Op) []error
 }
 
-type sets interface {
+type ipsets interface {
 	Names() ([]string, error)
 	Ensure(ipset.Set) (bool, error)
 	Size(name string) (int, error)
@@ -67,23 +69,23 @@ type sets interface {
 
 type device interface {
 	Ensure() (mended string, err error)
-	Addresses(plan.Family) (map[netip.Addr]struct{}, error)
+	Addresses(plan.Family) (sets.Set[netip.Addr], error)
 	AddAddresses([]netip.Addr) error
 	RemoveAddresses([]netip.Addr) error
 	Routes(plan.Family) (map[netip.Prefix]netip.Addr, error)
 	AddRoute(netip.Prefix, netip.Addr) error
 	RemoveRoute(netip.Prefix) error
-	UnroutedAddresses(plan.Family) (map[netip.Addr]struct{}, error)
+	UnroutedAddresses(plan.Family) (sets.Set[netip.Addr], error)
 	AddUnrouted([]netip.Addr) error
 	RouteAddresses([]netip.Addr) error
-	PortRoutes(plan.Family) (map[netip.Addr]struct{}, error)
+	PortRoutes(plan.Family) (sets.Set[netip.Addr], error)
 	AddPortRoutes([]netip.Addr) error
 	RemovePortRoutes([]netip.Addr) error
 }
 
 // portTable diverts single ports of addresses to this node.
 type portTable interface {
-	List() (ports map[plan.Address]struct{}, exists, complete bool, err error)
+	List() (ports sets.Set[plan.Address], exists, complete bool, err error)
 	Write([]plan.Address) error
 	Add([]plan.Address) error
 	Remove([]plan.Address) error

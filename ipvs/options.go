@@ -5,6 +5,8 @@ import (
 	"net/netip"
 	"slices"
 
+	"k8s.io/apimachinery/pkg/util/sets"
+
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 )
@@ -37,7 +39,7 @@ type Options struct {
 	// WholeAddresses makes external IPs local with all of their ports, for a kernel that can't divert single ports.
 	WholeAddresses bool
 	// Host holds the addresses of the node's own interfaces, which are never added to the device.
-	Host map[netip.Addr]struct{}
+	Host sets.Set[netip.Addr]
 }
 
 // scheduler returns the scheduler of a ServicePort.

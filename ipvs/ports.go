@@ -8,6 +8,8 @@ import (
 	"net/netip"
 	"slices"
 
+	"k8s.io/apimachinery/pkg/util/sets"
+
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
@@ -37,18 +39,18 @@ func (p ports) leave(a plan.Address) {
 }
 
 // byPort reports whether only those ports of an address are local that Services have.
-func (s *state) byPort(a netip.Addr, host map[netip.Addr]struct{}, ranges []netip.Prefix) bool {
+func (s *state) byPort(a netip.Addr, host sets.Set[netip.Addr], ranges []netip.Prefix) bool {
 	return s.ports[a] != nil && s.vips[a] == 0 && !s.options.WholeAddresses && s.local(a, host, ranges)
 }
 
 // actualPorts is the actual state for ports of external IPs.
 type actualPorts struct {
-	ports map[netip.Addr]map[plan.Address]struct{}
+	ports map[netip.Addr]sets.Set[plan.Address]
 	// exists and complete are those of nftrules.Ports.List.
 	exists, complete bool
-	routes           map[netip.Addr]struct{}
+	routes           sets.Set[netip.Addr]
 	// unrouted are addresses of the device that are not local.
-	unrouted map[netip.Addr]struct{}
+	unrouted sets.Set[netip.Addr]
 }
 
 // portChanges are the additions and removals for ports of external IPs.
@@ -108,20 +110,20 @@ func comparePorts(a, b plan.Address) int {
 
 // readPorts reads the actual state of ports. Addresses without a route are removed from actual.vips.
 func (e *engine) readPorts() error {
-	h := actualPorts{ports: map[netip.Addr]map[plan.Address]struct{}{}, unrouted: map[netip.Addr]struct{}{}}
+	h := actualPorts{ports: map[netip.Addr]sets.Set[plan.Address]{}, unrouted: sets.Set[netip.Addr]{}}
 	unrouted, err := e.machine.device.UnroutedAddresses(e.family)
 	if err != nil {
 		return err
 	}
 	for a := range unrouted {
 		delete(e.actual.vips, a)
-		h.unrouted[a] = struct{}{}
+		h.unrouted.Insert(a)
 	}
 	if h.routes, err = e.machine.device.PortRoutes(e.family); err != nil {
 		return err
 	}
 	if e.machine.ports != nil {
-		var list map[plan.Address]struct{}
+		var list sets.Set[plan.Address]
 		if list, h.exists, h.complete, err = e.machine.ports.List(); err != nil {
 			return err
 		}
@@ -135,9 +137,9 @@ func (e *engine) readPorts() error {
 
 func (h *actualPorts) add(p plan.Address) {
 	if h.ports[p.Addr] == nil {
-		h.ports[p.Addr] = map[plan.Address]struct{}{}
+		h.ports[p.Addr] = sets.Set[plan.Address]{}
 	}
-	h.ports[p.Addr][p] = struct{}{}
+	h.ports[p.Addr].Insert(p)
 }
 
 func (h *actualPorts) remove(p plan.Address) {
@@ -153,8 +155,8 @@ func (h *actualPorts) has(p plan.Address) bool {
 }
 
 // all returns all ports.
-func (h *actualPorts) all() map[plan.Address]struct{} {
-	out := map[plan.Address]struct{}{}
+func (h *actualPorts) all() sets.Set[plan.Address] {
+	out := sets.Set[plan.Address]{}
 	for _, at := range h.ports {
 		maps.Copy(out, at)
 	}
@@ -182,7 +184,7 @@ func (e *engine) addPorts(c portChanges) error {
 			return err
 		}
 		for _, a := range c.routes {
-			h.routes[a] = struct{}{}
+			h.routes.Insert(a)
 		}
 	}
 	if err := e.divert(c.ports); err != nil || len(c.unrouted) == 0 {
@@ -196,7 +198,7 @@ func (e *engine) addPorts(c portChanges) error {
 	}
 	for _, a := range c.unrouted {
 		delete(e.actual.vips, a)
-		h.unrouted[a] = struct{}{}
+		h.unrouted.Insert(a)
 	}
 	return nil
 }

@@ -8,6 +8,8 @@ import (
 	"slices"
 	"strings"
 
+	"k8s.io/apimachinery/pkg/util/sets"
+
 	"nodeproxy/ipvs/nftrules"
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
@@ -67,13 +69,13 @@ func renderAddress(out *strings.Builder, a netip.Addr) {
 }
 
 // addresses returns the addresses of all Services.
-func (s *state) addresses() map[netip.Addr]struct{} {
-	out := map[netip.Addr]struct{}{}
+func (s *state) addresses() sets.Set[netip.Addr] {
+	out := sets.Set[netip.Addr]{}
 	for a := range s.vips {
-		out[a] = struct{}{}
+		out.Insert(a)
 	}
 	for a := range s.ports {
-		out[a] = struct{}{}
+		out.Insert(a)
 	}
 	return out
 }

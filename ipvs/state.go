@@ -4,6 +4,8 @@ import (
 	"net/netip"
 	"slices"
 
+	"k8s.io/apimachinery/pkg/util/sets"
+
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 )
@@ -32,9 +34,9 @@ type shared struct {
 
 // touched are the objects that a change may concern.
 type touched struct {
-	servers map[ipvs.ServerID]struct{}
-	members map[member]struct{}     // by key
-	vips    map[netip.Addr]struct{} // and their ports
+	servers sets.Set[ipvs.ServerID]
+	members sets.Set[member]     // by key
+	vips    sets.Set[netip.Addr] // and their ports
 	// replaced are virtual servers that are removed while their ServicePort remains and gets another one: their connections are
 	// left to them, as long as it remains.
 	replaced map[ipvs.ServerID]plan.Key
@@ -48,7 +50,7 @@ type touched struct {
 }
 
 func newTouched() *touched {
-	return &touched{servers: map[ipvs.ServerID]struct{}{}, members: map[member]struct{}{}, vips: map[netip.Addr]struct{}{},
+	return &touched{servers: sets.Set[ipvs.ServerID]{}, members: sets.Set[member]{}, vips: sets.Set[netip.Addr]{},
 		replaced: map[ipvs.ServerID]plan.Key{}}
 }
 
@@ -127,7 +129,7 @@ func (s *state) enter(sp *plan.ServicePort, t *touched) {
 	s.services[sp.Key], s.objects[sp.Key] = sp, o
 	for _, v := range o.servers {
 		s.servers[v.ID] = v
-		t.servers[v.ID] = struct{}{}
+		t.servers.Insert(v.ID)
 	}
 	for _, m := range o.members {
 		key := m.key()
@@ -138,15 +140,15 @@ func (s *state) enter(sp *plan.ServicePort, t *touched) {
 		}
 		have.count++
 		have.mark, have.mask = m.entry.Mark, m.entry.Mask
-		t.members[key] = struct{}{}
+		t.members.Insert(key)
 	}
 	for _, a := range o.vips {
 		s.vips[a]++
-		t.vips[a] = struct{}{}
+		t.vips.Insert(a)
 	}
 	for _, p := range o.ports {
 		s.ports.enter(p)
-		t.vips[p.Addr] = struct{}{}
+		t.vips.Insert(p.Addr)
 	}
 }
 
@@ -156,24 +158,24 @@ func (s *state) leave(k plan.Key, t *touched) {
 	delete(s.objects, k)
 	for _, v := range o.servers {
 		delete(s.servers, v.ID)
-		t.servers[v.ID] = struct{}{}
+		t.servers.Insert(v.ID)
 	}
 	for _, m := range o.members {
 		key := m.key()
 		if s.members[key].count--; s.members[key].count == 0 {
 			delete(s.members, key)
 		}
-		t.members[key] = struct{}{}
+		t.members.Insert(key)
 	}
 	for _, a := range o.vips {
 		if s.vips[a]--; s.vips[a] == 0 {
 			delete(s.vips, a)
 		}
-		t.vips[a] = struct{}{}
+		t.vips.Insert(a)
 	}
 	for _, p := range o.ports {
 		s.ports.leave(p)
-		t.vips[p.Addr] = struct{}{}
+		t.vips.Insert(p.Addr)
 	}
 }
 
@@ -249,7 +251,7 @@ func anchors(f plan.Family, ranges []netip.Prefix) []netip.Addr {
 
 // bound reports whether a VIP must be an address of the device, and local with all of its ports: not if another interface has it,
 // nor within a range that has a route, nor if single ports suffice.
-func (s *state) bound(a netip.Addr, host map[netip.Addr]struct{}, ranges []netip.Prefix) bool {
+func (s *state) bound(a netip.Addr, host sets.Set[netip.Addr], ranges []netip.Prefix) bool {
 	if slices.Contains(anchors(s.family, ranges), a) {
 		_, hosts := host[a]
 		return !hosts
@@ -259,7 +261,7 @@ func (s *state) bound(a netip.Addr, host map[netip.Addr]struct{}, ranges []netip
 
 // local reports whether packets to an address of a Service, or to some of its ports, reach the node only by what is made for this
 // address.
-func (s *state) local(a netip.Addr, host map[netip.Addr]struct{}, ranges []netip.Prefix) bool {
+func (s *state) local(a netip.Addr, host sets.Set[netip.Addr], ranges []netip.Prefix) bool {
 	_, hosts := host[a]
 	return (s.vips[a] > 0 || s.ports[a] != nil) && !hosts &&
 		!slices.ContainsFunc(ranges, func(r netip.Prefix) bool { return r.Contains(a) })

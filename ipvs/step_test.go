@@ -48,7 +48,7 @@ func TestStepsLeadToEndpoints(t *testing.T) {
 			sp := version(plan.Cluster, 7)
 			p.Set(sp)
 			e, k := fakeEngine(plan.IPv4, testOptions)
-			k.hostAddrs[node] = struct{}{}
+			k.hostAddrs.Insert(node)
 			must(t, e.Sync(context.Background(), p, plan.Everything()))
 			e.mostAtOnce = 1
 			looked, steps := 0, 0
@@ -90,7 +90,7 @@ func TestStepsLeadToEndpoints(t *testing.T) {
 				k.before = func() {}
 				must(t, e.drain(time.Now()))
 				fresh, want := fakeEngine(plan.IPv4, testOptions)
-				want.hostAddrs[node] = struct{}{}
+				want.hostAddrs.Insert(node)
 				must(t, fresh.Sync(context.Background(), p, plan.Everything()))
 				if k.text() != want.text() {
 					t.Errorf("version %d: the kernel holds\n%s\ninstead of\n%s", i, k.text(), want.text())

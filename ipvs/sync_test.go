@@ -254,7 +254,7 @@ func TestRoutes(t *testing.T) {
 		sp.Frontends = append(sp.Frontends, plan.Frontend{Kind: plan.ExternalIP, Addr: a, Protocol: plan.TCP, Port: 80})
 	}
 	p.Set(&sp)
-	k.hostAddrs[own] = struct{}{}
+	k.hostAddrs.Insert(own)
 	k.local[netip.MustParsePrefix("10.0.0.0/24")] = netip.Addr{}
 	must(t, e.Sync(context.Background(), p, plan.Everything()))
 	check := func(when string, local int, addresses ...netip.Addr) {
@@ -365,7 +365,7 @@ func TestReplacedServers(t *testing.T) {
 			t.Run(tc.name+map[bool]string{true: ", after a restart", false: ""}[all], func(t *testing.T) {
 				t.Parallel()
 				e, k := fakeEngine(plan.IPv4, testOptions)
-				k.hostAddrs[host] = struct{}{}
+				k.hostAddrs.Insert(host)
 				must(t, e.Sync(context.Background(), tc.before, plan.Everything()))
 				k.connections[netip.MustParseAddrPort("10.244.1.5:8080")] = 1
 				change := plan.Only(plantest.Differing(tc.before, tc.next))

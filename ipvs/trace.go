@@ -3,6 +3,8 @@ package ipvs
 import (
 	"net/netip"
 
+	"k8s.io/apimachinery/pkg/util/sets"
+
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
 	"nodeproxy/plan/packetsim/restore"
@@ -27,11 +29,11 @@ func (b *Backend) Machine(p *plan.Plan, f plan.Family, local func(netip.Addr) bo
 
 // On returns the options for a node of which local reports whether an address of one of p's Services is that of an interface.
 func (o Options) On(p *plan.Plan, local func(netip.Addr) bool) Options {
-	o.Host = map[netip.Addr]struct{}{}
+	o.Host = sets.Set[netip.Addr]{}
 	for _, sp := range p.Services {
 		for _, fe := range sp.Frontends {
 			if fe.Addr.IsValid() && local(fe.Addr) {
-				o.Host[fe.Addr] = struct{}{}
+				o.Host.Insert(fe.Addr)
 			}
 		}
 	}

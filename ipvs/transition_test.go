@@ -31,7 +31,7 @@ func TestTransitions(t *testing.T) {
 		f := rapid.SampledFrom(plan.Families[:]).Draw(t, "family")
 		e, k := fakeEngine(f, testOptions)
 		for _, a := range c.LocalAddrs {
-			k.hostAddrs[a] = struct{}{}
+			k.hostAddrs.Insert(a)
 		}
 		must(t, e.Sync(context.Background(), c.Plan, plan.Everything()))
 		packets := c.Transits(t, f, next)

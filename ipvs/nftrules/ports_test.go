@@ -12,6 +12,7 @@ import (
 
 	links "github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
+	"k8s.io/apimachinery/pkg/util/sets"
 
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/host"
@@ -63,9 +64,9 @@ func TestPorts(t *testing.T) {
 			t.Helper()
 			got, exists, gotComplete, err := x.List()
 			ok(t, err)
-			want := map[plan.Address]struct{}{}
+			want := sets.Set[plan.Address]{}
 			for _, p := range ports {
-				want[p] = struct{}{}
+				want.Insert(p)
 			}
 			gotRoutes, err := d.PortRoutes(tc.family)
 			ok(t, err)

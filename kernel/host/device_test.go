@@ -14,6 +14,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
+	"k8s.io/apimachinery/pkg/util/sets"
 
 	"nodeproxy/internal/nstest"
 	"nodeproxy/plan"
@@ -31,10 +32,10 @@ func openDevice(t testing.TB) *Device {
 	return d
 }
 
-func addrSet(addrs ...string) map[netip.Addr]struct{} {
-	m := map[netip.Addr]struct{}{}
+func addrSet(addrs ...string) sets.Set[netip.Addr] {
+	m := sets.Set[netip.Addr]{}
 	for _, a := range addrs {
-		m[netip.MustParseAddr(a)] = struct{}{}
+		m.Insert(netip.MustParseAddr(a))
 	}
 	return m
 }
@@ -271,11 +272,11 @@ func TestRoutes(t *testing.T) {
 }
 
 // hostAddresses are those of all interfaces but one.
-func hostAddresses(f plan.Family) (map[netip.Addr]struct{}, error) {
+func hostAddresses(f plan.Family) (sets.Set[netip.Addr], error) {
 	list, err := Filter{Except: []string{deviceName}}.Addresses(f)
-	out := map[netip.Addr]struct{}{}
+	out := sets.Set[netip.Addr]{}
 	for _, a := range list {
-		out[a.Addr] = struct{}{}
+		out.Insert(a.Addr)
 	}
 	return out, err
 }
