@@ -17,9 +17,8 @@ import (
 	"sync"
 	"time"
 
-	"k8s.io/apimachinery/pkg/util/sets"
-
 	"nodeproxy/backend"
+	"nodeproxy/internal/set"
 	"nodeproxy/ipvs/nftrules"
 	"nodeproxy/kernel/conntrack"
 	"nodeproxy/kernel/drift"
@@ -175,7 +174,7 @@ func (b *Backend) engine(f plan.Family, t *xtables.Tables, h *handles, d *host.D
 			" their own", "family", f, "error", nftrules.ErrNoPorts)
 	}
 	e := &engine{
-		family: f, options: options, known: options, onRefused: b.cfg.Refused, exclude: b.cfg.ExcludeCIDRs, grace: b.cfg.GracePeriod,
+		family: f, options: options, onRefused: b.cfg.Refused, exclude: b.cfg.ExcludeCIDRs, grace: b.cfg.GracePeriod,
 		log: b.cfg.Log, mostAtOnce: mostAtOnce,
 		machine: machine{servers: b.servers, sets: h.sets, device: d, tables: t,
 			host: hostAddresses, reader: func() (*reader, error) { return openReader(b.servers) }},
@@ -220,12 +219,12 @@ func (b *Backend) repairSysctls(change plan.Change) drift.Found {
 var others = host.Filter{Except: []string{names.Device}}
 
 // hostAddresses lists them.
-func hostAddresses(f plan.Family) (sets.Set[netip.Addr], error) {
+func hostAddresses(f plan.Family) (set.Set[netip.Addr], error) {
 	list, err := others.Addresses(f)
 	if err != nil {
 		return nil, err
 	}
-	out := make(sets.Set[netip.Addr], len(list))
+	out := make(set.Set[netip.Addr], len(list))
 	for _, a := range list {
 		out.Insert(a.Addr)
 	}

@@ -22,7 +22,7 @@ func diffOf(t interface {
 	Fatal(...any)
 }, e *engine, p *plan.Plan) []drift.Hunk {
 	t.Helper()
-	have, err := e.machine.read(e.family, e.options, e.exclude)
+	have, err := e.machine.objects(e.family, e.options, e.exclude)
 	must(t, err)
 	o := e.options
 	o.Host, err = e.machine.host(e.family)

@@ -4,8 +4,7 @@ import (
 	"net/netip"
 	"testing"
 
-	"k8s.io/apimachinery/pkg/util/sets"
-
+	"nodeproxy/internal/set"
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
 	"nodeproxy/plan"
@@ -51,7 +50,7 @@ func TestDifferences(t *testing.T) {
 		t.Fatal(err)
 	}
 	rs, err := restore.ParseSections(plan.IPv4, ipvs.Render(p, plan.IPv4, ipvs.Options{
-		MasqueradeBit: 14, Host: sets.Set[netip.Addr]{node: {}}}))
+		MasqueradeBit: 14, Host: set.Set[netip.Addr]{node: {}}}))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -8,9 +8,9 @@ import (
 	"testing"
 	"time"
 
-	"k8s.io/apimachinery/pkg/util/sets"
 	"pgregory.net/rapid"
 
+	"nodeproxy/internal/set"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
@@ -87,7 +87,7 @@ func TestNothingIsKnownAfterAnError(t *testing.T) {
 	e, k := fakeEngine(plan.IPv4, testOptions)
 	p := large(3)
 	must(t, e.Sync(context.Background(), p, plan.Everything()))
-	k.addresses = sets.Set[netip.Addr]{}
+	k.addresses = set.Set[netip.Addr]{}
 	k.fail = "rules"
 	if err := e.Sync(context.Background(), p, plan.Everything()); err == nil {
 		t.Fatal("the kernel refused the rules, and there was no error")

@@ -11,12 +11,10 @@ import (
 	"strings"
 	"time"
 
-	"k8s.io/apimachinery/pkg/util/sets"
-
+	"nodeproxy/internal/set"
 	"nodeproxy/ipvs/nftrules"
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
-	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
@@ -30,13 +28,13 @@ type fakeKernel struct {
 	virtual     map[ipvs.ServerID]*ipvs.ActualServer
 	set         map[string]map[ipset.Entry]struct{} // by name; entries without marks
 	marks       map[string]map[ipset.Entry]ipset.Entry
-	addresses   sets.Set[netip.Addr]
+	addresses   set.Set[netip.Addr]
 	local       map[netip.Prefix]netip.Addr
-	unrouted    sets.Set[netip.Addr] // of addresses
-	portRoutes  sets.Set[netip.Addr]
-	ports       sets.Set[plan.Address] // nil if there is no table for them
-	brokenPorts bool                   // the table is not what it should be
-	hostAddrs   sets.Set[netip.Addr]
+	unrouted    set.Set[netip.Addr] // of addresses
+	portRoutes  set.Set[netip.Addr]
+	ports       set.Set[plan.Address] // nil if there is no table for them
+	brokenPorts bool                  // the table is not what it should be
+	hostAddrs   set.Set[netip.Addr]
 	fixed       xtables.Desired
 	otherMode   bool
 	connections map[netip.AddrPort]uint32
@@ -48,9 +46,9 @@ type fakeKernel struct {
 func newFakeKernel(f plan.Family) *fakeKernel {
 	return &fakeKernel{
 		family: f, virtual: map[ipvs.ServerID]*ipvs.ActualServer{}, set: map[string]map[ipset.Entry]struct{}{},
-		marks: map[string]map[ipset.Entry]ipset.Entry{}, addresses: sets.Set[netip.Addr]{},
-		local: map[netip.Prefix]netip.Addr{}, hostAddrs: sets.Set[netip.Addr]{},
-		unrouted: sets.Set[netip.Addr]{}, portRoutes: sets.Set[netip.Addr]{},
+		marks: map[string]map[ipset.Entry]ipset.Entry{}, addresses: set.Set[netip.Addr]{},
+		local: map[netip.Prefix]netip.Addr{}, hostAddrs: set.Set[netip.Addr]{},
+		unrouted: set.Set[netip.Addr]{}, portRoutes: set.Set[netip.Addr]{},
 		connections: map[netip.AddrPort]uint32{},
 	}
 }
@@ -196,7 +194,7 @@ type fakeDevice struct{ *fakeKernel }
 
 func (fakeDevice) Ensure() (string, error) { return "", nil }
 
-func (k fakeDevice) Addresses(plan.Family) (sets.Set[netip.Addr], error) {
+func (k fakeDevice) Addresses(plan.Family) (set.Set[netip.Addr], error) {
 	return maps.Clone(k.addresses), nil
 }
 
@@ -211,8 +209,8 @@ func (k fakeDevice) RemoveAddresses(list []netip.Addr) error {
 	return k.call("remove addresses %v", list)
 }
 
-func (k fakeDevice) UnroutedAddresses(plan.Family) (sets.Set[netip.Addr], error) {
-	return k.unrouted.Intersection(k.addresses), nil
+func (k fakeDevice) UnroutedAddresses(plan.Family) (set.Set[netip.Addr], error) {
+	return k.unrouted.Difference(k.unrouted.Difference(k.addresses)), nil
 }
 
 func (k fakeDevice) AddUnrouted(list []netip.Addr) error {
@@ -231,7 +229,7 @@ func (k fakeDevice) RouteAddresses(list []netip.Addr) error {
 	return k.call("route addresses %v", list)
 }
 
-func (k fakeDevice) PortRoutes(plan.Family) (sets.Set[netip.Addr], error) {
+func (k fakeDevice) PortRoutes(plan.Family) (set.Set[netip.Addr], error) {
 	return maps.Clone(k.portRoutes), nil
 }
 
@@ -248,12 +246,12 @@ func (k fakeDevice) RemovePortRoutes(list []netip.Addr) error {
 // fakePorts is the table that diverts ports.
 type fakePorts struct{ *fakeKernel }
 
-func (k fakePorts) List() (sets.Set[plan.Address], bool, bool, error) {
+func (k fakePorts) List() (set.Set[plan.Address], bool, bool, error) {
 	return maps.Clone(k.ports), k.ports != nil, k.ports != nil && !k.brokenPorts, nil
 }
 
 func (k fakePorts) Write(list []plan.Address) error {
-	k.ports, k.brokenPorts = sets.Set[plan.Address]{}, false
+	k.ports, k.brokenPorts = set.Set[plan.Address]{}, false
 	return k.divert(list, "write ports %v")
 }
 
@@ -321,42 +319,34 @@ func fakeEngine(f plan.Family, o Options) (*engine, *fakeKernel) {
 func engineOver(k *fakeKernel, o Options) *engine {
 	return &engine{family: k.family, options: o, grace: testGrace, log: slog.New(slog.DiscardHandler), machine: machine{
 		servers: fakeServers{k}, sets: fakeSets{k}, device: fakeDevice{k}, ports: fakePorts{k}, tables: fakeTables{k},
-		host:   func(plan.Family) (sets.Set[netip.Addr], error) { return maps.Clone(k.hostAddrs), nil },
+		host:   func(plan.Family) (set.Set[netip.Addr], error) { return maps.Clone(k.hostAddrs), nil },
 		reader: func() (*reader, error) { return &reader{fakeServers{k}, fakeSets{k}, func() {}}, nil },
 	}}
 }
 
 // render is what the kernel holds as Render has it.
 func (k *fakeKernel) render() string {
+	quiet := *k
+	quiet.before, quiet.fail = nil, ""
+	h, err := engineOver(&quiet, Options{}).machine.read(k.family, marks{}, nil)
+	if err != nil {
+		panic(err)
+	}
 	var out strings.Builder
 	out.WriteString("# ipset restore\n")
-	for id := range setCount {
-		set := setOf(id, k.family)
-		fmt.Fprintln(&out, set.CreateText())
-		for e := range k.set[set.Name] {
-			fmt.Fprintf(&out, "add %s %s\n", set.Name, k.marks[set.Name][e].Text(set))
-		}
-	}
+	h.renderSets(&out, k.family)
 	out.WriteString("# ipvsadm --restore\n")
 	for _, v := range k.virtual {
 		s := server{Server: v.Server}
 		for _, d := range v.RealServers {
 			s.realServers = append(s.realServers, d.RealServer)
 		}
-		renderServer(&out, s)
-	}
-	out.WriteString("# ip -batch\nlink add " + names.Device + " type dummy\n")
-	for r := range k.local {
-		fmt.Fprintf(&out, "route add local %s dev %s table local\n", r, names.Device)
-	}
-	for a := range k.addresses {
-		if !k.unrouted.Has(a) {
-			renderAddress(&out, a)
+		if len(s.realServers) > 0 {
+			out.WriteString(strings.Join(serverLines(s), "\n") + "\n")
 		}
 	}
-	ports := slices.SortedFunc(maps.Keys(k.ports), comparePorts)
-	renderPorts(&out, ports)
-	out.WriteString("# nftables by netlink\n" + nftrules.PortsText(k.family, ports))
+	h.renderDevice(&out, slices.Collect(maps.Keys(k.local)))
+	out.WriteString("# nftables by netlink\n" + nftrules.PortsText(k.family, h.ports.sorted()))
 	out.WriteString("# iptables-restore\n" + k.fixed.Render())
 	return out.String()
 }

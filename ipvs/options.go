@@ -5,8 +5,7 @@ import (
 	"net/netip"
 	"slices"
 
-	"k8s.io/apimachinery/pkg/util/sets"
-
+	"nodeproxy/internal/set"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 )
@@ -39,7 +38,7 @@ type Options struct {
 	// WholeAddresses makes external IPs local with all of their ports, for a kernel that can't divert single ports.
 	WholeAddresses bool
 	// Host holds the addresses of the node's own interfaces, which are never added to the device.
-	Host sets.Set[netip.Addr]
+	Host set.Set[netip.Addr]
 }
 
 // scheduler returns the scheduler of a ServicePort.

@@ -8,9 +8,7 @@ import (
 	"net/netip"
 	"slices"
 
-	"k8s.io/apimachinery/pkg/util/sets"
-
-	"nodeproxy/kernel/drift"
+	"nodeproxy/internal/set"
 	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 )
@@ -39,18 +37,18 @@ func (p ports) leave(a plan.Address) {
 }
 
 // byPort reports whether only those ports of an address are local that Services have.
-func (s *state) byPort(a netip.Addr, host sets.Set[netip.Addr], ranges []netip.Prefix) bool {
-	return s.ports[a] != nil && s.vips[a] == 0 && !s.options.WholeAddresses && s.local(a, host, ranges)
+func (s *state) byPort(a netip.Addr) bool {
+	return s.ports[a] != nil && s.vips[a] == 0 && !s.options.WholeAddresses && s.local(a)
 }
 
 // actualPorts is the actual state for ports of external IPs.
 type actualPorts struct {
-	ports map[netip.Addr]sets.Set[plan.Address]
+	ports map[netip.Addr]set.Set[plan.Address]
 	// exists and complete are those of nftrules.Ports.List.
 	exists, complete bool
-	routes           sets.Set[netip.Addr]
+	routes           set.Set[netip.Addr]
 	// unrouted are addresses of the device that are not local.
-	unrouted sets.Set[netip.Addr]
+	unrouted set.Set[netip.Addr]
 }
 
 // portChanges are the additions and removals for ports of external IPs.
@@ -66,8 +64,8 @@ type portChanges struct {
 func (e *engine) portChanges(t *touched) portChanges {
 	var c portChanges
 	for _, a := range slices.SortedFunc(maps.Keys(t.vips), netip.Addr.Compare) {
-		wanted := e.desired.byPort(a, e.options.Host, e.ranges)
-		if _, whole := e.actual.vips[a]; wanted && !(whole && t.onlyAdd) { // An unknown Service may need all of its ports.
+		wanted := e.desired.byPort(a)
+		if wanted && !(t.onlyAdd && e.actual.vips.Has(a)) { // An unknown Service may need all of its ports.
 			e.wantedPorts(a, &c)
 		}
 		if t.onlyAdd {
@@ -78,7 +76,7 @@ func (e *engine) portChanges(t *touched) portChanges {
 				c.removePorts = append(c.removePorts, p)
 			}
 		}
-		if _, is := e.actual.ports.routes[a]; is && !wanted {
+		if e.actual.ports.routes.Has(a) && !wanted {
 			c.removeRoutes = append(c.removeRoutes, a)
 		}
 	}
@@ -89,17 +87,15 @@ func (e *engine) portChanges(t *touched) portChanges {
 
 // wantedPorts adds what an address still lacks to be local by port.
 func (e *engine) wantedPorts(a netip.Addr, c *portChanges) {
-	if _, is := e.actual.ports.routes[a]; !is {
+	if !e.actual.ports.routes.Has(a) {
 		c.routes = append(c.routes, a)
 	}
 	for p := range e.desired.ports[a] {
-		if !e.actual.ports.has(p) {
+		if !e.actual.ports.ports[a].Has(p) {
 			c.ports = append(c.ports, p)
 		}
 	}
-	_, whole := e.actual.vips[a]
-	_, unrouted := e.actual.ports.unrouted[a]
-	if whole || !unrouted && e.family == plan.IPv4 {
+	if e.actual.vips.Has(a) || e.family == plan.IPv4 && !e.actual.ports.unrouted.Has(a) {
 		c.unrouted = append(c.unrouted, a)
 	}
 }
@@ -108,36 +104,9 @@ func comparePorts(a, b plan.Address) int {
 	return cmp.Or(a.Addr.Compare(b.Addr), cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
 }
 
-// readPorts reads the actual state of ports. Addresses without a route are removed from actual.vips.
-func (e *engine) readPorts() error {
-	h := actualPorts{ports: map[netip.Addr]sets.Set[plan.Address]{}, unrouted: sets.Set[netip.Addr]{}}
-	unrouted, err := e.machine.device.UnroutedAddresses(e.family)
-	if err != nil {
-		return err
-	}
-	for a := range unrouted {
-		delete(e.actual.vips, a)
-		h.unrouted.Insert(a)
-	}
-	if h.routes, err = e.machine.device.PortRoutes(e.family); err != nil {
-		return err
-	}
-	if e.machine.ports != nil {
-		var list sets.Set[plan.Address]
-		if list, h.exists, h.complete, err = e.machine.ports.List(); err != nil {
-			return err
-		}
-		for p := range list {
-			h.add(p)
-		}
-	}
-	e.actual.ports = h
-	return nil
-}
-
 func (h *actualPorts) add(p plan.Address) {
 	if h.ports[p.Addr] == nil {
-		h.ports[p.Addr] = sets.Set[plan.Address]{}
+		h.ports[p.Addr] = set.Set[plan.Address]{}
 	}
 	h.ports[p.Addr].Insert(p)
 }
@@ -148,32 +117,18 @@ func (h *actualPorts) remove(p plan.Address) {
 	}
 }
 
-// has reports whether a port is diverted.
-func (h *actualPorts) has(p plan.Address) bool {
-	_, is := h.ports[p.Addr][p]
-	return is
-}
-
 // all returns all ports.
-func (h *actualPorts) all() sets.Set[plan.Address] {
-	out := sets.Set[plan.Address]{}
+func (h *actualPorts) all() set.Set[plan.Address] {
+	out := set.Set[plan.Address]{}
 	for _, at := range h.ports {
 		maps.Copy(out, at)
 	}
 	return out
 }
 
-// addresses calls note with each address that has something in the kernel.
-func (h *actualPorts) addresses(note func(netip.Addr)) {
-	for a := range h.ports {
-		note(a)
-	}
-	for a := range h.routes {
-		note(a)
-	}
-	for a := range h.unrouted {
-		note(a)
-	}
+// sorted returns all ports in order.
+func (h *actualPorts) sorted() []plan.Address {
+	return slices.SortedFunc(maps.Keys(h.all()), comparePorts)
 }
 
 // addPorts makes ports local, and then the rest of their addresses another host's.
@@ -183,9 +138,7 @@ func (e *engine) addPorts(c portChanges) error {
 		if err := e.machine.device.AddPortRoutes(c.routes); err != nil {
 			return err
 		}
-		for _, a := range c.routes {
-			h.routes.Insert(a)
-		}
+		h.routes.Insert(c.routes...)
 	}
 	if err := e.divert(c.ports); err != nil || len(c.unrouted) == 0 {
 		return err
@@ -196,10 +149,8 @@ func (e *engine) addPorts(c portChanges) error {
 	if err := e.machine.device.AddUnrouted(c.unrouted); err != nil {
 		return err
 	}
-	for _, a := range c.unrouted {
-		delete(e.actual.vips, a)
-		h.unrouted.Insert(a)
-	}
+	e.actual.vips.Delete(c.unrouted...)
+	h.unrouted.Insert(c.unrouted...)
 	return nil
 }
 
@@ -211,7 +162,7 @@ func (e *engine) divert(ports []plan.Address) error {
 	}
 	switch {
 	case !h.complete && len(h.ports) > 0:
-		if err := e.machine.ports.Write(slices.SortedFunc(maps.Keys(h.all()), comparePorts)); err != nil {
+		if err := e.machine.ports.Write(h.sorted()); err != nil {
 			return err
 		}
 		h.exists, h.complete = true, true
@@ -237,32 +188,9 @@ func (e *engine) removePorts(c portChanges) error {
 	}
 	if len(c.removeRoutes) > 0 {
 		errs = append(errs, e.machine.device.RemovePortRoutes(c.removeRoutes))
-		for _, a := range c.removeRoutes {
-			delete(h.routes, a)
-		}
+		h.routes.Delete(c.removeRoutes...)
 	}
 	return errors.Join(errs...)
-}
-
-// portDifferences compares what the kernel holds for ports with what it was left with.
-func (e *engine) portDifferences(before *actual) {
-	switch was, is := before.ports, e.actual.ports; {
-	case was.complete && !is.exists:
-		e.differs(drift.Chain, drift.Missing, "nftables table %s with its routing rule (%s)", names.IPVSPorts, e.family)
-	case was.complete && !is.complete:
-		e.differs(drift.Chain, drift.Changed, "nftables table %s or its routing rule (%s)", names.IPVSPorts, e.family)
-	case !was.exists && is.exists:
-		e.differs(drift.Chain, drift.Unexpected, "nftables table %s or its routing rule (%s)", names.IPVSPorts, e.family)
-	}
-	compare(e, drift.SetElement, before.ports.all(), e.actual.ports.all(), comparePorts, func(p plan.Address) string {
-		return fmt.Sprintf("%s . %s . %d of nftables table %s", p.Addr, p.Protocol.Lower(), p.Port, names.IPVSPorts)
-	}, nil)
-	compare(e, drift.Route, before.ports.routes, e.actual.ports.routes, netip.Addr.Compare, func(a netip.Addr) string {
-		return fmt.Sprintf("%s of interface %s in table %d", a, names.Device, names.PortsRouteTable)
-	}, nil)
-	compare(e, drift.Address, before.ports.unrouted, e.actual.ports.unrouted, netip.Addr.Compare, func(a netip.Addr) string {
-		return fmt.Sprintf("%s of interface %s, without a route", a, names.Device)
-	}, nil)
 }
 
 // portsDiffer says what has changed of what diverts ports; "" for nothing.

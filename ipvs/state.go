@@ -4,8 +4,7 @@ import (
 	"net/netip"
 	"slices"
 
-	"k8s.io/apimachinery/pkg/util/sets"
-
+	"nodeproxy/internal/set"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 )
@@ -24,6 +23,7 @@ type state struct {
 	members  map[member]*shared // by key
 	vips     map[netip.Addr]int
 	ports    ports
+	ranges   []netip.Prefix // that have a route
 }
 
 // shared is an entry that several ServicePorts may ask for, with its mark.
@@ -34,9 +34,9 @@ type shared struct {
 
 // touched are the objects that a change may concern.
 type touched struct {
-	servers sets.Set[ipvs.ServerID]
-	members sets.Set[member]     // by key
-	vips    sets.Set[netip.Addr] // and their ports
+	servers set.Set[ipvs.ServerID]
+	members set.Set[member]     // by key
+	vips    set.Set[netip.Addr] // and their ports
 	// replaced are virtual servers that are removed while their ServicePort remains and gets another one: their connections are
 	// left to them, as long as it remains.
 	replaced map[ipvs.ServerID]plan.Key
@@ -50,7 +50,7 @@ type touched struct {
 }
 
 func newTouched() *touched {
-	return &touched{servers: sets.Set[ipvs.ServerID]{}, members: sets.Set[member]{}, vips: sets.Set[netip.Addr]{},
+	return &touched{servers: set.Set[ipvs.ServerID]{}, members: set.Set[member]{}, vips: set.Set[netip.Addr]{},
 		replaced: map[ipvs.ServerID]plan.Key{}}
 }
 
@@ -59,14 +59,14 @@ func newState(p *plan.Plan, f plan.Family, o Options) *state {
 		family: f, options: o, marks: newMarks(o.MasqueradeBit), node: p.Node,
 		services: map[plan.Key]*plan.ServicePort{}, objects: map[plan.Key]objects{}, ids: identities{},
 		servers: map[ipvs.ServerID]server{}, members: map[member]*shared{}, vips: map[netip.Addr]int{},
-		ports: ports{},
+		ports: ports{}, ranges: o.routed(p, f),
 	}
 }
 
 // full returns the state of a whole plan.
 func full(p *plan.Plan, f plan.Family, o Options) *state {
 	s := newState(p, f, o)
-	for _, a := range anchors(f, o.routed(p, f)) {
+	for _, a := range s.anchors() {
 		s.vips[a]++
 	}
 	changed := plan.Keys{}
@@ -204,8 +204,7 @@ func (s *state) hasNodePort(id markID) bool {
 // port. hashes are those of all ServicePorts.
 func (s *state) replaces(id ipvs.ServerID, hashes map[uint32]bool) bool {
 	if id.Mark == 0 {
-		_, host := s.options.Host[id.Addr]
-		return host && id.Protocol == plan.TCP && s.hasNodePort(nodePortID(id.Protocol, id.Port))
+		return s.options.Host.Has(id.Addr) && id.Protocol == plan.TCP && s.hasNodePort(nodePortID(id.Protocol, id.Port))
 	}
 	return slices.ContainsFunc(s.marks.identities(id.Mark), func(name markID) bool {
 		if hash, is := name.hash(); is {
@@ -239,10 +238,10 @@ func (s *state) build(sp *plan.ServicePort) objects {
 
 // anchors returns addresses that the device always has: with its last IPv4 address, an interface loses all of its routes. The first
 // address of a range is never a Service's.
-func anchors(f plan.Family, ranges []netip.Prefix) []netip.Addr {
+func (s *state) anchors() []netip.Addr {
 	var out []netip.Addr
-	for _, r := range ranges {
-		if f == plan.IPv4 {
+	for _, r := range s.ranges {
+		if s.family == plan.IPv4 {
 			out = append(out, r.Masked().Addr())
 		}
 	}
@@ -251,18 +250,55 @@ func anchors(f plan.Family, ranges []netip.Prefix) []netip.Addr {
 
 // bound reports whether a VIP must be an address of the device, and local with all of its ports: not if another interface has it,
 // nor within a range that has a route, nor if single ports suffice.
-func (s *state) bound(a netip.Addr, host sets.Set[netip.Addr], ranges []netip.Prefix) bool {
-	if slices.Contains(anchors(s.family, ranges), a) {
-		_, hosts := host[a]
-		return !hosts
+func (s *state) bound(a netip.Addr) bool {
+	if slices.Contains(s.anchors(), a) {
+		return !s.options.Host.Has(a)
 	}
-	return s.local(a, host, ranges) && !s.byPort(a, host, ranges)
+	return s.local(a) && !s.byPort(a)
 }
 
 // local reports whether packets to an address of a Service, or to some of its ports, reach the node only by what is made for this
 // address.
-func (s *state) local(a netip.Addr, host sets.Set[netip.Addr], ranges []netip.Prefix) bool {
-	_, hosts := host[a]
-	return (s.vips[a] > 0 || s.ports[a] != nil) && !hosts &&
-		!slices.ContainsFunc(ranges, func(r netip.Prefix) bool { return r.Contains(a) })
+func (s *state) local(a netip.Addr) bool {
+	return s.asked(a) && !s.options.Host.Has(a) && !slices.ContainsFunc(s.ranges, func(r netip.Prefix) bool { return r.Contains(a) })
+}
+
+// asked reports whether a Service has an address, or the device always has it.
+func (s *state) asked(a netip.Addr) bool { return s.vips[a] > 0 || s.ports[a] != nil }
+
+// source returns the source of routes, which must be an address of the node.
+func (s *state) source() netip.Addr {
+	if src := s.node.IP(s.family); s.options.Host.Has(src) {
+		return src
+	}
+	return netip.Addr{}
+}
+
+// target returns what the kernel is to have besides virtual servers, with src as the source of routes.
+func (s *state) target(src netip.Addr) *actual {
+	h := newActual()
+	for id := range setCount {
+		h.sets[id] = true
+	}
+	for m, with := range s.members {
+		h.members[m] = *with
+	}
+	for a := range set.Keys(s.vips).Union(set.Keys(s.ports)) {
+		switch {
+		case s.bound(a):
+			h.vips.Insert(a)
+			h.members[vipMember(a)] = shared{}
+		case s.byPort(a):
+			h.ports.exists, h.ports.complete = true, true
+			h.ports.ports[a] = set.Keys(s.ports[a])
+			h.ports.routes.Insert(a)
+			if s.family == plan.IPv4 { // The source of an ICMPv6 error is another address of the node.
+				h.ports.unrouted.Insert(a)
+			}
+		}
+	}
+	for _, r := range s.ranges {
+		h.routes[r] = src
+	}
+	return h
 }

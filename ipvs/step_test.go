@@ -223,7 +223,7 @@ func TestStepsGiveAddressesAway(t *testing.T) {
 	must(t, e.Sync(context.Background(), p, plan.Only(plan.Keys{heir.Key: {}, large.Key: {}})))
 	for m := range e.actual.members {
 		if m.entry.Addr == passes.Addr && m.set != setVIPs && e.desired.members[m] == nil {
-			t.Errorf("%s is left", e.memberName(m))
+			t.Errorf("%s is left", m.name(e.family))
 		}
 	}
 }
@@ -249,7 +249,7 @@ func TestStepsEnd(t *testing.T) {
 	}
 	for m := range e.actual.members {
 		if m.entry.Port == 30_000 {
-			t.Errorf("%s is left", e.memberName(m))
+			t.Errorf("%s is left", m.name(e.family))
 		}
 	}
 	for id := range e.actual.servers {
@@ -289,7 +289,7 @@ func (e *engine) left() (out []string) {
 	}
 	for m := range e.actual.members {
 		if m.set != setVIPs && e.desired.members[m] == nil {
-			out = append(out, e.memberName(m))
+			out = append(out, m.name(e.family))
 		}
 	}
 	return out

@@ -3,8 +3,7 @@ package ipvs
 import (
 	"net/netip"
 
-	"k8s.io/apimachinery/pkg/util/sets"
-
+	"nodeproxy/internal/set"
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
 	"nodeproxy/plan/packetsim/restore"
@@ -21,7 +20,7 @@ func Machine(p *plan.Plan, f plan.Family, o Options) (*packetsim.Machine, error)
 func (b *Backend) Machine(p *plan.Plan, f plan.Family, local func(netip.Addr) bool) (*packetsim.Machine, error) {
 	for _, e := range b.Engines {
 		if e.family == f {
-			return Machine(p, f, e.known.On(p, local))
+			return Machine(p, f, e.options.On(p, local))
 		}
 	}
 	return packetsim.New(f), nil
@@ -29,7 +28,7 @@ func (b *Backend) Machine(p *plan.Plan, f plan.Family, local func(netip.Addr) bo
 
 // On returns the options for a node of which local reports whether an address of one of p's Services is that of an interface.
 func (o Options) On(p *plan.Plan, local func(netip.Addr) bool) Options {
-	o.Host = sets.Set[netip.Addr]{}
+	o.Host = set.Set[netip.Addr]{}
 	for _, sp := range p.Services {
 		for _, fe := range sp.Frontends {
 			if fe.Addr.IsValid() && local(fe.Addr) {

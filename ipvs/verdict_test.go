@@ -8,9 +8,9 @@ import (
 	"strconv"
 	"testing"
 
-	"k8s.io/apimachinery/pkg/util/sets"
 	"pgregory.net/rapid"
 
+	"nodeproxy/internal/set"
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
 	"nodeproxy/plan"
@@ -43,7 +43,7 @@ func drawOptions(t *rapid.T, c *plantest.Cluster) ipvs.Options {
 		TCPLiberal:    rapid.Bool().Draw(t, "TCP liberal"),
 		Scheduler:     rapid.SampledFrom([]string{"", "wrr", "lc"}).Draw(t, "scheduler"),
 		VIPs:          rapid.SampledFrom([]ipvs.VIPs{"", ipvs.Addresses, ipvs.Routes}).Draw(t, "VIPs"),
-		Host:          sets.Set[netip.Addr]{},
+		Host:          set.Set[netip.Addr]{},
 	}
 	for _, a := range c.LocalAddrs {
 		o.Host.Insert(a)

@@ -68,18 +68,15 @@ func (e *engine) contradicts(c host.DeviceChange) bool {
 	case c.PortRule:
 		return c.Family == e.family && e.actual.ports.complete
 	case c.ByPort:
-		_, made := e.actual.ports.routes[c.Route.Addr()]
-		return made
+		return e.actual.ports.routes.Has(c.Route.Addr())
 	case c.Route.IsValid():
-		_, made := e.routed[c.Route]
+		_, made := e.actual.routes[c.Route]
 		return made
 	case c.Address.IsValid():
 		if plan.FamilyOf(c.Address) != e.family {
 			return false
 		}
-		_, whole := e.actual.vips[c.Address]
-		_, unrouted := e.actual.ports.unrouted[c.Address]
-		return (whole || unrouted) == c.Gone
+		return (e.actual.vips.Has(c.Address) || e.actual.ports.unrouted.Has(c.Address)) == c.Gone
 	}
 	return true
 }

@@ -10,8 +10,7 @@ import (
 	"github.com/google/nftables/expr"
 	links "github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
-	"k8s.io/apimachinery/pkg/util/sets"
-
+	"nodeproxy/internal/set"
 	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/netlink"
@@ -152,7 +151,7 @@ func (x *Ports) rule() *links.Rule {
 }
 
 // List returns the ports in the set. complete says that table and rule are as they should be, and exists that any of them exists.
-func (x *Ports) List() (ports sets.Set[plan.Address], exists, complete bool, err error) {
+func (x *Ports) List() (ports set.Set[plan.Address], exists, complete bool, err error) {
 	exists, complete, err = x.state()
 	if err != nil {
 		return nil, false, false, err
@@ -177,8 +176,8 @@ const mostReads = 6
 
 // elements reads the set until a listing has no port that was not seen before: soon after the set has grown, some may be missing (see
 // nft.Conn.Elements).
-func (x *Ports) elements() (sets.Set[plan.Address], error) {
-	out := sets.Set[plan.Address]{}
+func (x *Ports) elements() (set.Set[plan.Address], error) {
+	out := set.Set[plan.Address]{}
 	for range mostReads {
 		seen := len(out)
 		list, err := x.Elements(x.family, x.name, x.sets[0])

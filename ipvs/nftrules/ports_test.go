@@ -12,9 +12,8 @@ import (
 
 	links "github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
-	"k8s.io/apimachinery/pkg/util/sets"
-
 	"nodeproxy/internal/nstest"
+	"nodeproxy/internal/set"
 	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
@@ -64,7 +63,7 @@ func TestPorts(t *testing.T) {
 			t.Helper()
 			got, exists, gotComplete, err := x.List()
 			ok(t, err)
-			want := sets.Set[plan.Address]{}
+			want := set.Set[plan.Address]{}
 			for _, p := range ports {
 				want.Insert(p)
 			}

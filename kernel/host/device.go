@@ -16,8 +16,7 @@ import (
 
 	links "github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
-	"k8s.io/apimachinery/pkg/util/sets"
-
+	"nodeproxy/internal/set"
 	"nodeproxy/kernel/module"
 	"nodeproxy/kernel/netlink"
 	"nodeproxy/plan"
@@ -222,18 +221,18 @@ func RemoveDevice(name string) error {
 }
 
 // Addresses returns the addresses of the interface, without link-local ones of IPv6.
-func (d *Device) Addresses(f plan.Family) (sets.Set[netip.Addr], error) {
+func (d *Device) Addresses(f plan.Family) (set.Set[netip.Addr], error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return d.addresses(f)
 }
 
-func (d *Device) addresses(f plan.Family) (sets.Set[netip.Addr], error) {
+func (d *Device) addresses(f plan.Family) (set.Set[netip.Addr], error) {
 	list, err := addresses(d.handle, d.link, f)
 	if err != nil {
 		return nil, err
 	}
-	out := make(sets.Set[netip.Addr], len(list))
+	out := make(set.Set[netip.Addr], len(list))
 	for _, a := range list {
 		if !linkLocal6(a.Addr) {
 			out.Insert(a.Addr)
@@ -317,7 +316,7 @@ func (d *Device) notLocal(addrs []netip.Addr) ([]netip.Addr, error) {
 			list = append(list, route...)
 		}
 	}
-	local := sets.Set[netip.Addr]{}
+	local := set.Set[netip.Addr]{}
 	for _, r := range list {
 		if r.Type == unix.RTN_LOCAL {
 			local.Insert(prefixOf(r.Dst).Addr())

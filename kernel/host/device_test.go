@@ -14,9 +14,8 @@ import (
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
-	"k8s.io/apimachinery/pkg/util/sets"
-
 	"nodeproxy/internal/nstest"
+	"nodeproxy/internal/set"
 	"nodeproxy/plan"
 )
 
@@ -32,8 +31,8 @@ func openDevice(t testing.TB) *Device {
 	return d
 }
 
-func addrSet(addrs ...string) sets.Set[netip.Addr] {
-	m := sets.Set[netip.Addr]{}
+func addrSet(addrs ...string) set.Set[netip.Addr] {
+	m := set.Set[netip.Addr]{}
 	for _, a := range addrs {
 		m.Insert(netip.MustParseAddr(a))
 	}
@@ -272,9 +271,9 @@ func TestRoutes(t *testing.T) {
 }
 
 // hostAddresses are those of all interfaces but one.
-func hostAddresses(f plan.Family) (sets.Set[netip.Addr], error) {
+func hostAddresses(f plan.Family) (set.Set[netip.Addr], error) {
 	list, err := Filter{Except: []string{deviceName}}.Addresses(f)
-	out := sets.Set[netip.Addr]{}
+	out := set.Set[netip.Addr]{}
 	for _, a := range list {
 		out.Insert(a.Addr)
 	}

@@ -11,8 +11,7 @@ import (
 
 	links "github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
-	"k8s.io/apimachinery/pkg/util/sets"
-
+	"nodeproxy/internal/set"
 	"nodeproxy/kernel/netlink"
 	"nodeproxy/plan"
 )
@@ -20,7 +19,7 @@ import (
 // Local are the addresses that the kernel considers the machine's own, as for rules that match local destinations. The zero Local
 // has none.
 type Local struct {
-	single sets.Set[netip.Addr]
+	single set.Set[netip.Addr]
 	ranges []netip.Prefix // such as 127.0.0.0/8
 }
 
@@ -32,7 +31,7 @@ func ReadLocal(f plan.Family) (*Local, error) {
 	if err != nil {
 		return nil, fmt.Errorf("reading the local addresses of %s: %w", f, err)
 	}
-	l := &Local{single: sets.Set[netip.Addr]{}}
+	l := &Local{single: set.Set[netip.Addr]{}}
 	for _, r := range list {
 		if p := prefixOf(r.Dst); p.IsSingleIP() {
 			l.single.Insert(p.Addr())

@@ -8,8 +8,7 @@ import (
 
 	links "github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
-	"k8s.io/apimachinery/pkg/util/sets"
-
+	"nodeproxy/internal/set"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/netlink"
 	"nodeproxy/plan"
@@ -20,11 +19,11 @@ import (
 // the path MTU. So the interface has the address, without the route that comes with it.
 
 // PortRoutes returns the addresses that are local in names.PortsRouteTable.
-func (d *Device) PortRoutes(f plan.Family) (sets.Set[netip.Addr], error) {
+func (d *Device) PortRoutes(f plan.Family) (set.Set[netip.Addr], error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	list, err := d.routes(f, names.PortsRouteTable)
-	out := sets.Set[netip.Addr]{}
+	out := set.Set[netip.Addr]{}
 	for _, r := range list {
 		out.Insert(prefixOf(r.Dst).Addr())
 	}
@@ -75,9 +74,9 @@ func (d *Device) RouteAddresses(addrs []netip.Addr) error {
 }
 
 // UnroutedAddresses returns the addresses of the interface that are not local.
-func (d *Device) UnroutedAddresses(f plan.Family) (sets.Set[netip.Addr], error) {
+func (d *Device) UnroutedAddresses(f plan.Family) (set.Set[netip.Addr], error) {
 	if f == plan.IPv6 {
-		return nil, nil
+		return set.Set[netip.Addr]{}, nil
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
