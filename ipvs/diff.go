@@ -2,7 +2,6 @@ package ipvs
 
 import (
 	"cmp"
-	"errors"
 	"fmt"
 	"maps"
 	"net/netip"
@@ -160,18 +159,14 @@ func Planned(p *plan.Plan, f plan.Family, cfg Config) (*Objects, error) {
 // kernel modules. With leftovers, a kernel that lacks something has nothing of it; else that is an error.
 func Read(cfg Config, f plan.Family, leftovers bool) (x *Objects, o Options, err error) {
 	o = cfg.Options
-	var m machine
-	if v, err := ipvs.OpenServers(); err == nil {
-		defer v.Close()
-		m.servers = v
+	h := newHandles()
+	defer h.close()
+	if h.servers, err = ipvs.OpenServers(); err == nil {
 		o.Unavailable = lacking()
 	} else if !leftovers {
 		return nil, o, err
 	}
-	if s, err := ipset.OpenSets(); err == nil {
-		defer s.Close()
-		m.sets = s
-	} else if !leftovers {
+	if h.sets, err = ipset.OpenSets(); err != nil && !leftovers {
 		return nil, o, err
 	}
 	d, err := host.FindDevice(names.Device)
@@ -180,28 +175,15 @@ func Read(cfg Config, f plan.Family, leftovers bool) (x *Objects, o Options, err
 	}
 	if d != nil {
 		defer d.Close()
-		m.device = d
 	}
-	switch p, err := nftrules.OpenPorts(f); {
-	case err == nil:
-		defer p.Close()
-		m.ports = p
-	case errors.Is(err, nftrules.ErrNoPorts):
-		o.WholeAddresses = true
-	default:
+	if err := h.openTables(f, newMarks(o.MasqueradeBit)); err != nil {
 		return nil, o, err
 	}
-	switch g, err := nftrules.OpenGuards(f, newMarks(o.MasqueradeBit).guard()); {
-	case err == nil:
-		defer g.Close()
-		m.guard = g
-	case !errors.Is(err, nft.ErrAbsent):
-		return nil, o, err
-	}
+	o.WholeAddresses = h.ports[f] == nil
 	if o.Host, err = hostAddresses(f); err != nil {
 		return nil, o, err
 	}
-	if x, err = m.objects(f, o, cfg.ExcludeCIDRs); err != nil {
+	if x, err = h.machine(f, d).objects(f, o, cfg.ExcludeCIDRs); err != nil {
 		return nil, o, err
 	}
 	if d != nil && d.Up() {
@@ -222,18 +204,14 @@ func Read(cfg Config, f plan.Family, leftovers bool) (x *Objects, o Options, err
 
 // lacking finds out which schedulers the kernel lacks, when it is asked.
 func lacking() func(scheduler string) bool {
-	known := map[string]bool{}
-	return func(name string) bool {
-		lacks, asked := known[name]
-		if !asked {
-			if v, err := ipvs.OpenServers(); err == nil {
-				defer v.Close()
-				lacks = !v.HasScheduler(name)
-			}
-			known[name] = lacks
+	return (&schedulers{known: map[string]bool{}, has: func(name string) bool {
+		v, err := ipvs.OpenServers()
+		if err != nil {
+			return true
 		}
-		return lacks
-	}
+		defer v.Close()
+		return v.HasScheduler(name)
+	}}).lacks
 }
 
 // objects reads what there is, where m has the means.

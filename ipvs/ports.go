@@ -19,19 +19,15 @@ import (
 // ports counts the ServicePorts that ask for each port of an external IP.
 type ports map[netip.Addr]map[plan.Address]int
 
-func (p ports) enter(a plan.Address) {
+func (p ports) count(a plan.Address, by int) {
 	if p[a.Addr] == nil {
 		p[a.Addr] = map[plan.Address]int{}
 	}
-	p[a.Addr][a]++
-}
-
-func (p ports) leave(a plan.Address) {
 	at := p[a.Addr]
-	if at[a]--; at[a] > 0 {
-		return
+	if at[a] += by; at[a] == 0 {
+		delete(at, a)
 	}
-	if delete(at, a); len(at) == 0 {
+	if len(at) == 0 {
 		delete(p, a.Addr)
 	}
 }

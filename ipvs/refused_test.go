@@ -45,9 +45,7 @@ func TestRefusedServer(t *testing.T) {
 			p := plantest.Large(20, 3)
 			bad := p.Sorted(plan.IPv4)[7]
 			want, _ := fakeEngine(plan.IPv4, Options{})
-			if err := want.Sync(t.Context(), p, plan.Everything()); err != nil {
-				t.Fatal(err)
-			}
+			must(t, want.Sync(t.Context(), p, plan.Everything()))
 			e, k := fakeEngine(plan.IPv4, Options{})
 			refuse := error(unix.ENOENT)
 			servers := &picky{fakeServers: fakeServers{k}}
@@ -85,9 +83,7 @@ func TestRefusedServer(t *testing.T) {
 				t.Errorf("%v, found %v, refused %v", err, e.Found, e.refused)
 			}
 			fresh, whole := fakeEngine(plan.IPv4, Options{})
-			if err := fresh.Sync(t.Context(), p, plan.Everything()); err != nil {
-				t.Fatal(err)
-			}
+			must(t, fresh.Sync(t.Context(), p, plan.Everything()))
 			for id := range fresh.actual.servers {
 				if e.actual.servers[id] == nil || len(e.actual.servers[id].realServers) < len(fresh.actual.servers[id].realServers) {
 					t.Errorf("%s is not whole at the end", id)
@@ -118,9 +114,7 @@ func TestRefusedUpdate(t *testing.T) {
 		t.Run(fmt.Sprint(kind), func(t *testing.T) {
 			p := plantest.Large(20, 3)
 			e, k := fakeEngine(plan.IPv4, Options{})
-			if err := e.Sync(t.Context(), p, plan.Everything()); err != nil {
-				t.Fatal(err)
-			}
+			must(t, e.Sync(t.Context(), p, plan.Everything()))
 			before := k.text()
 			was := p.Sorted(plan.IPv4)[7]
 			bad := *was
@@ -164,9 +158,7 @@ func TestRefusedUpdate(t *testing.T) {
 				t.Errorf("no longer refused: %v, found %v, refused %v", err, e.Found, e.refused)
 			}
 			fresh, want := fakeEngine(plan.IPv4, Options{})
-			if err := fresh.Sync(t.Context(), p, plan.Everything()); err != nil {
-				t.Fatal(err)
-			}
+			must(t, fresh.Sync(t.Context(), p, plan.Everything()))
 			if fresh.actual.servers[serverAt(was)].Server != e.actual.servers[serverAt(was)].Server ||
 				want.virtual[serverAt(was)].RealServers[was.All()[1].Addr] != k.virtual[serverAt(was)].RealServers[was.All()[1].Addr] {
 				t.Errorf("at the end the kernel holds %+v, want %+v", k.virtual[serverAt(was)], want.virtual[serverAt(was)])

@@ -129,6 +129,23 @@ func (s *state) enter(sp *plan.ServicePort, t *touched) {
 	s.services[sp.Key], s.objects[sp.Key] = sp, o
 	for _, v := range o.servers {
 		s.servers[v.ID] = v
+	}
+	s.count(o, 1, t)
+}
+
+func (s *state) leave(k plan.Key, t *touched) {
+	o := s.objects[k]
+	delete(s.services, k)
+	delete(s.objects, k)
+	for _, v := range o.servers {
+		delete(s.servers, v.ID)
+	}
+	s.count(o, -1, t)
+}
+
+// count counts a ServicePort among those that ask for its objects, or no longer counts it, and notes what it touches.
+func (s *state) count(o objects, by int, t *touched) {
+	for _, v := range o.servers {
 		t.servers.Insert(v.ID)
 	}
 	for _, m := range o.members {
@@ -138,43 +155,21 @@ func (s *state) enter(sp *plan.ServicePort, t *touched) {
 			have = &shared{}
 			s.members[key] = have
 		}
-		have.count++
-		have.mark, have.mask = m.entry.Mark, m.entry.Mask
-		t.members.Insert(key)
-	}
-	for _, a := range o.vips {
-		s.vips[a]++
-		t.vips.Insert(a)
-	}
-	for _, p := range o.ports {
-		s.ports.enter(p)
-		t.vips.Insert(p.Addr)
-	}
-}
-
-func (s *state) leave(k plan.Key, t *touched) {
-	o := s.objects[k]
-	delete(s.services, k)
-	delete(s.objects, k)
-	for _, v := range o.servers {
-		delete(s.servers, v.ID)
-		t.servers.Insert(v.ID)
-	}
-	for _, m := range o.members {
-		key := m.key()
-		if s.members[key].count--; s.members[key].count == 0 {
+		if have.count += by; have.count == 0 {
 			delete(s.members, key)
+		} else if by > 0 {
+			have.mark, have.mask = m.entry.Mark, m.entry.Mask
 		}
 		t.members.Insert(key)
 	}
 	for _, a := range o.vips {
-		if s.vips[a]--; s.vips[a] == 0 {
+		if s.vips[a] += by; s.vips[a] == 0 {
 			delete(s.vips, a)
 		}
 		t.vips.Insert(a)
 	}
 	for _, p := range o.ports {
-		s.ports.leave(p)
+		s.ports.count(p, by)
 		t.vips.Insert(p.Addr)
 	}
 }

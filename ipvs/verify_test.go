@@ -19,9 +19,7 @@ func TestVerify(t *testing.T) {
 		f := rapid.SampledFrom(plan.Families[:]).Draw(t, "family")
 		e, k := fakeEngine(f, testOptions)
 		p := plantest.Plans().Draw(t, "plan")
-		if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		must(t, e.Sync(context.Background(), p, plan.Everything()))
 		for _, sp := range p.Services {
 			if _, found, err := e.Verify(context.Background(), sp.Key.Service); err != nil || len(found) > 0 {
 				t.Fatalf("%s: %s, %v", sp.Key, found.Words(5), err)

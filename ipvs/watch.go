@@ -39,8 +39,11 @@ func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
 		running.Go(func() {
 			guards(ctx, func(f plan.Family) {
 				for _, e := range b.Engines {
-					if e.family == f {
-						e.suspectTables(suspect)
+					if e.family != f {
+						continue
+					}
+					if why := e.tablesDiffer(); why != "" {
+						suspect(why)
 					}
 				}
 			})
@@ -81,33 +84,17 @@ func (e *engine) contradicts(c host.DeviceChange) bool {
 	return true
 }
 
-// suspectTables calls suspect if an nftables table has changed.
-func (e *engine) suspectTables(suspect func(why string)) {
-	if e.guardChanged() {
-		suspect(fmt.Sprintf("nftables table %s (%s) was changed", names.IPVSMarks, e.family))
-	}
-	if why := e.portsChanged(); why != "" {
-		suspect(why)
-	}
-}
-
-// portsChanged is like portsDiffer, unless the next sync compares everything.
-func (e *engine) portsChanged() string {
-	e.mu.Lock()
+// tablesDiffer says which nftables table has changed; "" for none, or if the next sync compares everything.
+func (e *engine) tablesDiffer() string {
+	e.mu.Lock() // a sync uses the same socket
 	defer e.mu.Unlock()
 	if e.desired == nil {
 		return ""
 	}
-	return e.portsDiffer()
-}
-
-// guardChanged reports whether the guard of marks has changed.
-func (e *engine) guardChanged() bool {
-	e.mu.Lock() // a sync uses the same socket
-	defer e.mu.Unlock()
-	if e.desired == nil || e.machine.guard == nil {
-		return false
+	if e.machine.guard != nil {
+		if intact, err := e.machine.guard.Intact(); err != nil || !intact {
+			return fmt.Sprintf("nftables table %s (%s) was changed", names.IPVSMarks, e.family)
+		}
 	}
-	intact, err := e.machine.guard.Intact()
-	return err != nil || !intact
+	return e.portsDiffer()
 }

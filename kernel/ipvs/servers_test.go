@@ -21,6 +21,13 @@ import (
 	"nodeproxy/plan"
 )
 
+func must(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
 func openServers(t testing.TB) *Servers {
 	t.Helper()
 	nstest.Enter(t)
@@ -76,20 +83,14 @@ func TestServersReadBack(t *testing.T) {
 	for i, id := range ids {
 		want := shapes[0]
 		want.ID = id
-		if err := s.Add(want); err != nil {
-			t.Fatal(err)
-		}
+		must(t, s.Add(want))
 		for _, d := range realServers(id) {
-			if err := s.AddRealServer(id, d); err != nil {
-				t.Fatal(err)
-			}
+			must(t, s.AddRealServer(id, d))
 		}
 		check(t, s, want, realServers(id)...)
 		for _, shape := range append(shapes[1:], shapes[i%len(shapes)]) {
 			shape.ID = id
-			if err := s.Update(shape); err != nil {
-				t.Fatal(err)
-			}
+			must(t, s.Update(shape))
 			check(t, s, shape, realServers(id)...)
 		}
 	}
@@ -235,9 +236,7 @@ func TestForeignServers(t *testing.T) {
 		{service(1), local, false}, {onePacket, local, true}, {wide, local, true},
 		{service(4), &tunnel, true}, {service(5), &threshold, true},
 	} {
-		if err := errors.Join(handle.NewService(c.service), handle.NewDestination(c.service, c.destination)); err != nil {
-			t.Fatal(err)
-		}
+		must(t, errors.Join(handle.NewService(c.service), handle.NewDestination(c.service, c.destination)))
 		got, err := s.Get(id(plan.UDP, fmt.Sprintf("10.96.0.1:%d", c.service.Port)))
 		if err != nil || got.Foreign != c.want {
 			t.Errorf("port %d: %+v, %v; want foreign: %v", c.service.Port, got, err, c.want)
@@ -403,9 +402,7 @@ func TestListWhileOthersChange(t *testing.T) {
 		}
 	}
 	close(stop)
-	if err := <-done; err != nil {
-		t.Fatal(err)
-	}
+	must(t, <-done)
 }
 
 // bulk is what programs n virtual servers with two real servers each.
