@@ -10,6 +10,7 @@ import (
 	"github.com/google/nftables/expr"
 	links "github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
+
 	"nodeproxy/internal/set"
 	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/names"

@@ -12,6 +12,7 @@ import (
 
 	links "github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
+
 	"nodeproxy/internal/nstest"
 	"nodeproxy/internal/set"
 	"nodeproxy/kernel/host"

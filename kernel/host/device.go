@@ -16,6 +16,7 @@ import (
 
 	links "github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
+
 	"nodeproxy/internal/set"
 	"nodeproxy/kernel/module"
 	"nodeproxy/kernel/netlink"

@@ -14,6 +14,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
+
 	"nodeproxy/internal/nstest"
 	"nodeproxy/internal/set"
 	"nodeproxy/plan"

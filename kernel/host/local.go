@@ -11,6 +11,7 @@ import (
 
 	links "github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
+
 	"nodeproxy/internal/set"
 	"nodeproxy/kernel/netlink"
 	"nodeproxy/plan"

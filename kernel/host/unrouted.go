@@ -8,6 +8,7 @@ import (
 
 	links "github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
+
 	"nodeproxy/internal/set"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/netlink"
