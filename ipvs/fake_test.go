@@ -26,8 +26,7 @@ const testGrace = 5 * time.Minute
 type fakeKernel struct {
 	family      plan.Family
 	virtual     map[ipvs.ServerID]*ipvs.ActualServer
-	set         map[string]map[ipset.Entry]struct{} // by name; entries without marks
-	marks       map[string]map[ipset.Entry]ipset.Entry
+	set         map[string]map[ipset.Entry]ipset.Entry // by name; entries by what they are without marks
 	addresses   set.Set[netip.Addr]
 	local       map[netip.Prefix]netip.Addr
 	unrouted    set.Set[netip.Addr] // of addresses
@@ -45,9 +44,9 @@ type fakeKernel struct {
 
 func newFakeKernel(f plan.Family) *fakeKernel {
 	return &fakeKernel{
-		family: f, virtual: map[ipvs.ServerID]*ipvs.ActualServer{}, set: map[string]map[ipset.Entry]struct{}{},
-		marks: map[string]map[ipset.Entry]ipset.Entry{}, addresses: set.Set[netip.Addr]{},
-		local: map[netip.Prefix]netip.Addr{}, hostAddrs: set.Set[netip.Addr]{},
+		family: f, virtual: map[ipvs.ServerID]*ipvs.ActualServer{}, set: map[string]map[ipset.Entry]ipset.Entry{},
+		addresses: set.Set[netip.Addr]{},
+		local:     map[netip.Prefix]netip.Addr{}, hostAddrs: set.Set[netip.Addr]{},
 		unrouted: set.Set[netip.Addr]{}, portRoutes: set.Set[netip.Addr]{},
 		connections: map[netip.AddrPort]uint32{},
 	}
@@ -147,7 +146,7 @@ func (k fakeSets) Ensure(s ipset.Set) (bool, error) {
 	if k.set[s.Name] != nil {
 		return false, nil
 	}
-	k.set[s.Name], k.marks[s.Name] = map[ipset.Entry]struct{}{}, map[ipset.Entry]ipset.Entry{}
+	k.set[s.Name] = map[ipset.Entry]ipset.Entry{}
 	return true, nil
 }
 
@@ -156,11 +155,7 @@ func bare(e ipset.Entry) ipset.Entry { return member{entry: e}.key().entry }
 func (k fakeSets) Size(name string) (int, error) { return len(k.set[name]), nil }
 
 func (k fakeSets) Entries(s ipset.Set) (map[ipset.Entry]struct{}, error) {
-	out := map[ipset.Entry]struct{}{}
-	for e := range k.set[s.Name] {
-		out[k.marks[s.Name][e]] = struct{}{}
-	}
-	return out, nil
+	return set.Of(slices.Collect(maps.Values(k.set[s.Name]))...), nil
 }
 
 func (k fakeSets) Add(s ipset.Set, list []ipset.Entry) error {
@@ -168,8 +163,7 @@ func (k fakeSets) Add(s ipset.Set, list []ipset.Entry) error {
 		return err
 	}
 	for _, e := range list {
-		k.set[s.Name][bare(e)] = struct{}{}
-		k.marks[s.Name][bare(e)] = e
+		k.set[s.Name][bare(e)] = e
 	}
 	return nil
 }
@@ -180,7 +174,6 @@ func (k fakeSets) Remove(s ipset.Set, list []ipset.Entry) error {
 	}
 	for _, e := range list {
 		delete(k.set[s.Name], bare(e))
-		delete(k.marks[s.Name], bare(e))
 	}
 	return nil
 }
@@ -319,8 +312,10 @@ func fakeEngine(f plan.Family, o Options) (*engine, *fakeKernel) {
 func engineOver(k *fakeKernel, o Options) *engine {
 	return &engine{family: k.family, options: o, grace: testGrace, log: slog.New(slog.DiscardHandler), machine: machine{
 		servers: fakeServers{k}, sets: fakeSets{k}, device: fakeDevice{k}, ports: fakePorts{k}, tables: fakeTables{k},
-		host:   func(plan.Family) (set.Set[netip.Addr], error) { return maps.Clone(k.hostAddrs), nil },
-		reader: func() (*reader, error) { return &reader{fakeServers{k}, fakeSets{k}, func() {}}, nil },
+		host: func(plan.Family) (set.Set[netip.Addr], error) { return maps.Clone(k.hostAddrs), nil },
+		reader: func() (machine, func(), error) {
+			return machine{servers: fakeServers{k}, sets: fakeSets{k}}, func() {}, nil
+		},
 	}}
 }
 
@@ -363,8 +358,8 @@ func (k *fakeKernel) text() string {
 	}
 	for _, name := range slices.Sorted(maps.Keys(k.set)) {
 		var lines []string
-		for e := range k.set[name] {
-			lines = append(lines, fmt.Sprintf("  %+v\n", k.marks[name][e]))
+		for _, e := range k.set[name] {
+			lines = append(lines, fmt.Sprintf("  %+v\n", e))
 		}
 		slices.Sort(lines)
 		fmt.Fprintf(&out, "%s\n%s", name, strings.Join(lines, ""))

@@ -80,7 +80,7 @@ func (h *handles) openTables(f plan.Family, m marks) error {
 
 // machine returns what there is for a family, with the device unless that is nil.
 func (h *handles) machine(f plan.Family, d *host.Device) machine {
-	m := machine{host: hostAddresses, reader: func() (*reader, error) { return openReader(h.servers) }}
+	m := machine{host: hostAddresses, reader: func() (machine, func(), error) { return openReader(h.servers) }}
 	if h.servers != nil {
 		m.servers = h.servers
 	}

@@ -23,35 +23,22 @@ type machine struct {
 	ports   portTable // nil if Options.WholeAddresses is set
 	// host lists the addresses of all other interfaces.
 	host func(plan.Family) (set.Set[netip.Addr], error)
-	// reader opens what reads beside syncs, which use servers and sets.
-	reader func() (*reader, error)
+	// reader opens servers and sets to read beside syncs.
+	reader func() (m machine, closeAll func(), err error)
 }
 
-// reader reads virtual servers and sets by sockets of its own.
-type reader struct {
-	servers interface {
-		Get(ipvs.ServerID) (*ipvs.ActualServer, error)
-	}
-	sets  entries
-	close func()
-}
-
-type entries interface {
-	Entries(ipset.Set) (map[ipset.Entry]struct{}, error)
-}
-
-// openReader opens a reader beside what syncs use.
-func openReader(v *ipvs.Servers) (*reader, error) {
+// openReader opens servers and sets by sockets of their own.
+func openReader(v *ipvs.Servers) (machine, func(), error) {
 	servers, err := v.Another()
 	if err != nil {
-		return nil, err
+		return machine{}, nil, err
 	}
 	sets, err := ipset.Present()
 	if err != nil {
 		_ = servers.Close()
-		return nil, err
+		return machine{}, nil, err
 	}
-	return &reader{servers, sets, func() { _, _ = servers.Close(), sets.Close() }}, nil
+	return machine{servers: servers, sets: sets}, func() { _, _ = servers.Close(), sets.Close() }, nil
 }
 
 // read reads what there is of a family, where m has the means. Real servers without weight drain.
@@ -112,7 +99,7 @@ func (h *actual) readSets(s ipsets, f plan.Family) error {
 	return nil
 }
 
-func (h *actual) readSet(s entries, id setID, f plan.Family) error {
+func (h *actual) readSet(s ipsets, id setID, f plan.Family) error {
 	list, err := s.Entries(setOf(id, f))
 	for entry := range list {
 		h.members[member{id, entry}.key()] = shared{mark: entry.Mark, mask: entry.Mask}
@@ -146,7 +133,7 @@ type ipsets interface {
 	Names() ([]string, error)
 	Ensure(ipset.Set) (bool, error)
 	Size(name string) (int, error)
-	entries
+	Entries(ipset.Set) (map[ipset.Entry]struct{}, error)
 	Add(ipset.Set, []ipset.Entry) error
 	Remove(ipset.Set, []ipset.Entry) error
 	Destroy(name string) error

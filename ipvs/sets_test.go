@@ -27,7 +27,7 @@ func TestSetsOfKubeProxy(t *testing.T) {
 		e, k := fakeEngine(f, Options{})
 		p := plantest.Large(1, 1)
 		for _, s := range names.KubeProxySets {
-			k.set[s.Of(f)] = map[ipset.Entry]struct{}{}
+			k.set[s.Of(f)] = map[ipset.Entry]ipset.Entry{}
 		}
 		for _, partial := range []bool{true, false} {
 			p.Partial = partial

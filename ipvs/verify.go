@@ -30,11 +30,11 @@ func (e *engine) Verify(ctx context.Context, svc plan.Service) (things int, foun
 	if err != nil || len(before.servers)+len(before.members) == 0 {
 		return 0, nil, err
 	}
-	kernel, err := e.machine.reader()
+	kernel, closeAll, err := e.machine.reader()
 	if err != nil {
 		return 0, nil, err
 	}
-	defer kernel.close()
+	defer closeAll()
 	now := newActual()
 	for id, v := range before.servers {
 		if err := ctx.Err(); err != nil {
