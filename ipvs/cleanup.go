@@ -117,16 +117,13 @@ func (c *Cleaner) List() ([]string, error) {
 	var out []string
 	if v, err := ipvs.OpenServers(); err == nil {
 		defer v.Close()
-		marks := newMarks(c.MasqueradeBit)
 		for _, f := range plan.Families {
-			list, err := v.List(f)
+			list, err := c.ours(v, f)
 			if err != nil {
 				return nil, err
 			}
 			for _, id := range slices.SortedFunc(maps.Keys(list), compareServers) {
-				if !marks.foreign(id, c.ExcludeCIDRs) {
-					out = append(out, fmt.Sprintf("virtual server %s with %d real servers", id, len(list[id].RealServers)))
-				}
+				out = append(out, fmt.Sprintf("virtual server %s with %d real servers", id, len(list[id].RealServers)))
 			}
 		}
 	}
@@ -134,24 +131,28 @@ func (c *Cleaner) List() ([]string, error) {
 	return append(out, rest...), err
 }
 
+// ours returns the virtual servers of mode ipvs.
+func (c *Cleaner) ours(v *ipvs.Servers, f plan.Family) (map[ipvs.ServerID]*ipvs.ActualServer, error) {
+	list, err := v.List(f)
+	maps.DeleteFunc(list, func(id ipvs.ServerID, _ *ipvs.ActualServer) bool { return newMarks(c.MasqueradeBit).foreign(id, c.ExcludeCIDRs) })
+	return list, err
+}
+
 // servers removes virtual servers without connections, or all of them. It returns the number of those left.
 func (c *Cleaner) servers(v *ipvs.Servers, all bool) (int, error) {
-	marks := newMarks(c.MasqueradeBit)
 	left := 0
 	for _, f := range plan.Families {
-		list, err := v.List(f)
+		list, err := c.ours(v, f)
 		if err != nil {
 			return 0, err
 		}
 		for id, s := range list {
-			switch {
-			case marks.foreign(id, c.ExcludeCIDRs):
-			case !all && waited(id, s):
+			if !all && waited(id, s) {
 				left++
-			default:
-				if err := errors.Join(v.Apply([]ipvs.Op{{Kind: ipvs.DeleteServer, Server: s.Server}})...); err != nil {
-					return 0, err
-				}
+				continue
+			}
+			if err := errors.Join(v.Apply([]ipvs.Op{{Kind: ipvs.DeleteServer, Server: s.Server}})...); err != nil {
+				return 0, err
 			}
 		}
 	}

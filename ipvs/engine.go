@@ -1,6 +1,7 @@
 package ipvs
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -359,9 +360,8 @@ func (e *engine) leaveUnknown(t *touched, p *plan.Plan) {
 // external IP is removed before its virtual server, or else it would lead to a program on the node. One failure does not prevent
 // the other changes.
 func (e *engine) apply(t *touched, steps ruleSteps) error {
-	bind, unbind, unlist := e.addresses(t)
-	ports := e.portChanges(t)
-	m := e.members(t, bind, unlist)
+	a := e.addresses(t)
+	m := e.members(t, a.bind, a.unlist)
 	ids := slices.SortedFunc(maps.Keys(t.servers), e.order)
 	var errs []error
 	do := func(err error) { errs = append(errs, err) }
@@ -377,11 +377,11 @@ func (e *engine) apply(t *touched, steps ruleSteps) error {
 	}
 	do(e.flush())
 	step(steps.routes)
-	do(e.bind(bind))
-	do(e.addPorts(ports))
+	do(e.bind(a.bind))
+	do(e.addPorts(a))
 	do(e.addMembers(m.addAfter, false)) // marks before those that drop packets without a mark
 	step(steps.after)
-	do(e.removePorts(ports))
+	do(e.removePorts(a))
 	do(e.removeMembers(m.removeBefore, true)) // those that drop packets without a mark before the marks
 	for _, id := range ids {
 		_, replaced := t.replaced[id]
@@ -389,42 +389,19 @@ func (e *engine) apply(t *touched, steps ruleSteps) error {
 	}
 	do(e.flush())
 	do(e.removeMembers(m.removeAfter, false)) // those that limit before those that admit
-	do(e.unbind(unbind))
+	do(e.unbind(a.unbind))
 	return errors.Join(errs...)
 }
 
 // order sorts critical virtual servers first.
 func (e *engine) order(a, b ipvs.ServerID) int {
 	critical := func(id ipvs.ServerID) int {
-		if v, ok := e.desired.servers[id]; ok && v.critical {
+		if e.desired.servers[id].critical {
 			return 0
 		}
 		return 1
 	}
-	if d := critical(a) - critical(b); d != 0 {
-		return d
-	}
-	return compareServers(a, b)
-}
-
-// addresses returns the addresses to add to the device with all of their ports, those to remove from it, and those to remove from
-// the set of the former.
-func (e *engine) addresses(t *touched) (bind, unbind, unlist []netip.Addr) {
-	for _, a := range slices.SortedFunc(maps.Keys(t.vips), netip.Addr.Compare) {
-		is, unrouted := e.actual.vips.Has(a), e.actual.ports.unrouted.Has(a)
-		_, listed := e.actual.members[vipMember(a)]
-		wanted, byPort := e.desired.bound(a), e.desired.byPort(a)
-		switch {
-		case wanted && !(is && listed):
-			bind = append(bind, a)
-		case !wanted && !byPort && (is || unrouted || listed):
-			unbind = append(unbind, a)
-		}
-		if !wanted && listed && !(byPort && t.onlyAdd) {
-			unlist = append(unlist, a)
-		}
-	}
-	return bind, unbind, unlist
+	return cmp.Or(critical(a)-critical(b), compareServers(a, b))
 }
 
 func vipMember(a netip.Addr) member { return member{setVIPs, ipset.Entry{Addr: a}} }

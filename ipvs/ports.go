@@ -47,8 +47,12 @@ type actualPorts struct {
 	unrouted set.Set[netip.Addr]
 }
 
-// portChanges are the additions and removals for ports of external IPs.
-type portChanges struct {
+// addressChanges are the additions and removals for addresses of Services.
+type addressChanges struct {
+	bind   []netip.Addr // to add to the device, with all of their ports
+	unbind []netip.Addr // to remove from it
+	unlist []netip.Addr // to remove from the set of the former
+	// For ports of external IPs.
 	routes       []netip.Addr
 	ports        []plan.Address
 	unrouted     []netip.Addr // to be sources of ICMP errors only
@@ -56,23 +60,34 @@ type portChanges struct {
 	removeRoutes []netip.Addr
 }
 
-// portChanges returns the changes that touched addresses need.
-func (e *engine) portChanges(t *touched) portChanges {
-	var c portChanges
+// addresses returns the changes that touched addresses need.
+func (e *engine) addresses(t *touched) addressChanges {
+	var c addressChanges
 	for _, a := range slices.SortedFunc(maps.Keys(t.vips), netip.Addr.Compare) {
-		wanted := e.desired.byPort(a)
-		if wanted && !(t.onlyAdd && e.actual.vips.Has(a)) { // An unknown Service may need all of its ports.
+		is, unrouted := e.actual.vips.Has(a), e.actual.ports.unrouted.Has(a)
+		_, listed := e.actual.members[vipMember(a)]
+		wanted, byPort := e.desired.bound(a), e.desired.byPort(a)
+		switch {
+		case wanted && !(is && listed):
+			c.bind = append(c.bind, a)
+		case !wanted && !byPort && (is || unrouted || listed):
+			c.unbind = append(c.unbind, a)
+		}
+		if !wanted && listed && !(byPort && t.onlyAdd) {
+			c.unlist = append(c.unlist, a)
+		}
+		if byPort && !(t.onlyAdd && is) { // An unknown Service may need all of its ports.
 			e.wantedPorts(a, &c)
 		}
 		if t.onlyAdd {
 			continue
 		}
 		for p := range e.actual.ports.ports[a] {
-			if !wanted || e.desired.ports[a][p] == 0 {
+			if !byPort || e.desired.ports[a][p] == 0 {
 				c.removePorts = append(c.removePorts, p)
 			}
 		}
-		if e.actual.ports.routes.Has(a) && !wanted {
+		if e.actual.ports.routes.Has(a) && !byPort {
 			c.removeRoutes = append(c.removeRoutes, a)
 		}
 	}
@@ -82,7 +97,7 @@ func (e *engine) portChanges(t *touched) portChanges {
 }
 
 // wantedPorts adds what an address still lacks to be local by port.
-func (e *engine) wantedPorts(a netip.Addr, c *portChanges) {
+func (e *engine) wantedPorts(a netip.Addr, c *addressChanges) {
 	if !e.actual.ports.routes.Has(a) {
 		c.routes = append(c.routes, a)
 	}
@@ -128,7 +143,7 @@ func (h *actualPorts) sorted() []plan.Address {
 }
 
 // addPorts makes ports local, and then the rest of their addresses another host's.
-func (e *engine) addPorts(c portChanges) error {
+func (e *engine) addPorts(c addressChanges) error {
 	h := &e.actual.ports
 	if len(c.routes) > 0 {
 		if err := e.machine.device.AddPortRoutes(c.routes); err != nil {
@@ -169,7 +184,7 @@ func (e *engine) divert(ports []plan.Address) error {
 }
 
 // removePorts removes ports that no Service has any more, and what diverts ports if no port is left.
-func (e *engine) removePorts(c portChanges) error {
+func (e *engine) removePorts(c addressChanges) error {
 	h := &e.actual.ports
 	var errs []error
 	for _, p := range c.removePorts {

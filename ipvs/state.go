@@ -69,11 +69,7 @@ func full(p *plan.Plan, f plan.Family, o Options) *state {
 	for _, a := range s.anchors() {
 		s.vips[a]++
 	}
-	changed := plan.Keys{}
-	for k := range p.Services {
-		changed.Add(k)
-	}
-	s.update(p, changed, 0)
+	s.update(p, plan.Keys(set.Keys(p.Services)), 0)
 	return s
 }
 
@@ -82,18 +78,13 @@ func full(p *plan.Plan, f plan.Family, o Options) *state {
 func (s *state) update(p *plan.Plan, changed plan.Keys, most int) *touched {
 	t := newTouched()
 	keys := changed.Sorted(s.family)
-	renamed := plan.Keys{}
-	identity := func(others []plan.Key) {
-		for _, k := range others {
-			renamed.Add(k)
-		}
-	}
+	renamed := set.Set[plan.Key]{}
 	for _, k := range keys {
 		if old := s.services[k]; old != nil && hashed(old) {
-			identity(s.ids.remove(k))
+			renamed.Insert(s.ids.remove(k)...)
 		}
 		if sp := p.Services[k]; sp != nil && hashed(sp) {
-			identity(s.ids.add(k))
+			renamed.Insert(s.ids.add(k)...)
 		}
 	}
 	for k := range renamed {
