@@ -134,7 +134,9 @@ func (c *Cleaner) List() ([]string, error) {
 // ours returns the virtual servers of mode ipvs.
 func (c *Cleaner) ours(v *ipvs.Servers, f plan.Family) (map[ipvs.ServerID]*ipvs.ActualServer, error) {
 	list, err := v.List(f)
-	maps.DeleteFunc(list, func(id ipvs.ServerID, _ *ipvs.ActualServer) bool { return newMarks(c.MasqueradeBit).foreign(id, c.ExcludeCIDRs) })
+	maps.DeleteFunc(list, func(id ipvs.ServerID, _ *ipvs.ActualServer) bool {
+		return newMarks(c.MasqueradeBit).foreign(id, c.ExcludeCIDRs)
+	})
 	return list, err
 }
 

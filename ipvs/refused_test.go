@@ -75,9 +75,7 @@ func TestRefusedServer(t *testing.T) {
 			// Changes of others try nothing of it again.
 			other := plantest.LargeService(3, 5000, 3)
 			p.Set(other)
-			if err := e.Sync(t.Context(), p, plan.Only(plan.Keys{other.Key: {}})); err != nil {
-				t.Error(err)
-			}
+			must(t, e.Sync(t.Context(), p, plan.Only(plan.Keys{other.Key: {}})))
 			refuse = nil
 			if err := e.Sync(t.Context(), p, plan.Everything()); err != nil || len(e.Found) > 0 || len(e.refused) > 0 {
 				t.Errorf("%v, found %v, refused %v", err, e.Found, e.refused)
@@ -96,9 +94,7 @@ func TestRefusedServer(t *testing.T) {
 			refuse = unix.ENOMEM
 			again := bad.Key
 			p.Delete(again)
-			if err := e.Sync(t.Context(), p, plan.Only(plan.Keys{again: {}})); err != nil {
-				t.Error(err)
-			}
+			must(t, e.Sync(t.Context(), p, plan.Only(plan.Keys{again: {}})))
 			p.Set(bad)
 			if err := e.Sync(t.Context(), p, plan.Only(plan.Keys{again: {}})); err == nil {
 				t.Error("no memory is taken for a refusal")
@@ -245,9 +241,7 @@ func TestRefusedSetEntry(t *testing.T) {
 		// A refusal ends with the ServicePort.
 		refuse = true
 		p.Delete(bad.Key)
-		if err := e.Sync(t.Context(), p, plan.Only(plan.Keys{bad.Key: {}})); err != nil {
-			t.Error(err)
-		}
+		must(t, e.Sync(t.Context(), p, plan.Only(plan.Keys{bad.Key: {}})))
 		p.Set(bad)
 		if err := e.Sync(t.Context(), p, plan.Only(plan.Keys{bad.Key: {}})); err != nil || len(reported) != 3 || len(reported[2]) != 1 {
 			t.Errorf("%v, reported %v", err, reported)

@@ -48,9 +48,7 @@ func TestTransitions(t *testing.T) {
 			}
 			text := k.render()
 			rs, err := restore.ParseSections(f, text)
-			if err != nil {
-				t.Fatal(err)
-			}
+			must(t, err)
 			for _, p := range packets {
 				if rs.IsAdded(p.Packet.Src) && !p.Packet.Output || slices.ContainsFunc(
 					slices.Concat(p.Before.Targets, p.After.Targets), func(t plan.Target) bool { return rs.IsAdded(t.Addr.Addr()) }) {

@@ -228,21 +228,9 @@ func (x *Ports) Write(ports []plan.Address) error {
 	if err := x.write(portElements(ports)); err != nil {
 		return err
 	}
-	rules, err := portRules(x.handle, x.family)
-	if err != nil {
+	there, err := prunePortRules(x.handle, x.family, isPortRule)
+	if err != nil || there {
 		return err
-	}
-	there := false
-	for _, r := range rules {
-		if there = there || isPortRule(r); isPortRule(r) {
-			continue
-		}
-		if err := x.handle.RuleDel(&r); err != nil && !errors.Is(err, unix.ENOENT) {
-			return fmt.Errorf("removing routing rule %s: %w", r, err)
-		}
-	}
-	if there {
-		return nil
 	}
 	if err := x.handle.RuleAdd(x.rule()); err != nil && !errors.Is(err, unix.EEXIST) {
 		return fmt.Errorf("adding the %s routing rule for table %d: %w", x.family, names.PortsRouteTable, err)
@@ -286,15 +274,23 @@ func portRules(h *links.Handle, f plan.Family) ([]links.Rule, error) {
 	return list, nil
 }
 
-func removePortRules(h *links.Handle, f plan.Family) error {
+// prunePortRules removes the rules that lead to names.PortsRouteTable, but for some, and reports whether there are such.
+func prunePortRules(h *links.Handle, f plan.Family, stays func(links.Rule) bool) (some bool, err error) {
 	list, err := portRules(h, f)
 	errs := []error{err}
 	for _, r := range list {
-		if err := h.RuleDel(&r); err != nil && !errors.Is(err, unix.ENOENT) {
+		if stays(r) {
+			some = true
+		} else if err := h.RuleDel(&r); err != nil && !errors.Is(err, unix.ENOENT) {
 			errs = append(errs, fmt.Errorf("removing routing rule %s: %w", r, err))
 		}
 	}
-	return errors.Join(errs...)
+	return some, errors.Join(errs...)
+}
+
+func removePortRules(h *links.Handle, f plan.Family) error {
+	_, err := prunePortRules(h, f, func(links.Rule) bool { return false })
+	return err
 }
 
 // PortsFamilies returns the families for which a Ports has left a table or a rule in the network namespace of the calling thread.

@@ -25,9 +25,7 @@ const deviceName = "kube-ipvs0"
 func openDevice(t testing.TB) *Device {
 	t.Helper()
 	d, err := OpenDevice(deviceName)
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
 	t.Cleanup(func() { _ = d.Close() })
 	return d
 }
@@ -97,9 +95,7 @@ func TestDevice(t *testing.T) {
 		t.Errorf("addresses are not as they should: %s", show)
 	}
 	for range 2 {
-		if err := d.RemoveAddresses([]netip.Addr{all[0], all[2], all[3]}); err != nil {
-			t.Error(err)
-		}
+		must(t, d.RemoveAddresses([]netip.Addr{all[0], all[2], all[3]}))
 	}
 	compare(plan.IPv4, "10.96.0.2")
 	compare(plan.IPv6, "fd00::2")
@@ -113,9 +109,7 @@ func TestDevice(t *testing.T) {
 	compare(plan.IPv6, "fd00::2", "fd00::8")
 
 	for range 2 {
-		if err := RemoveDevice(deviceName); err != nil {
-			t.Error(err)
-		}
+		must(t, RemoveDevice(deviceName))
 	}
 	nstest.Exec(t, "ip", "link", "add", deviceName, "type", "bridge")
 	if _, err := OpenDevice(deviceName); err == nil || !strings.Contains(err.Error(), "of type bridge") {
@@ -138,9 +132,7 @@ func TestDeviceWithIPv6OffByDefault(t *testing.T) {
 		t.Errorf("a setting that can't be made: %v", err)
 	}
 	must(t, d.EnableIPv6("/proc/sys"))
-	if err := d.AddAddresses(all); err != nil {
-		t.Error(err)
-	}
+	must(t, d.AddAddresses(all))
 	nstest.Exec(t, "ip", "link", "delete", deviceName)
 	if mended, err := d.Ensure(); err != nil || mended == "" {
 		t.Fatalf("%q, %v", mended, err)
@@ -247,9 +239,7 @@ func TestRoutes(t *testing.T) {
 			}
 		}
 		for range 2 {
-			if err := d.RemoveRoute(c.p); err != nil {
-				t.Error(err)
-			}
+			must(t, d.RemoveRoute(c.p))
 		}
 		compare(c.f, map[netip.Prefix]netip.Addr{})
 	}
@@ -302,9 +292,7 @@ func TestWatchAddresses(t *testing.T) {
 	calls := make(chan struct{}, 100)
 	ended := make(chan error)
 	ns, err := netns.Get()
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
 	defer ns.Close()
 	go func() {
 		runtime.LockOSThread()
@@ -360,9 +348,7 @@ func TestWatchAddresses(t *testing.T) {
 
 	// More than the socket holds. The interface is not the one that is left out.
 	other, err := OpenDevice("other")
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
 	defer other.Close()
 	var many []netip.Addr
 	for i := range 2000 {
@@ -377,9 +363,7 @@ func TestWatchAddresses(t *testing.T) {
 		t.Errorf("%d calls for an address after that, want 1", n)
 	}
 	cancel()
-	if err := <-ended; err != nil {
-		t.Error(err)
-	}
+	must(t, <-ended)
 	nstest.Exec(t, "ip", "addr", "del", "192.0.2.1/32", "dev", "lo")
 	if n := none(); n != 0 {
 		t.Errorf("%d calls after the end", n)

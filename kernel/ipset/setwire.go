@@ -98,7 +98,9 @@ var setErrors = map[int32]string{
 	ipsetFull:         "the set is full (IPSET_ERR_HASH_FULL)",
 }
 
-func (e setError) Error() string { return cmp.Or(setErrors[e.number], fmt.Sprintf("ipset error %d", e.number)) }
+func (e setError) Error() string {
+	return cmp.Or(setErrors[e.number], fmt.Sprintf("ipset error %d", e.number))
+}
 
 // explain makes a setError of an error of ipset's own, and returns any other as it is.
 func explain(err error) error {

@@ -32,9 +32,7 @@ func openServers(t testing.TB) *Servers {
 	t.Helper()
 	nstest.Enter(t)
 	s, err := OpenServers()
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
 	t.Cleanup(func() { _ = s.Close() })
 	return s
 }
@@ -96,16 +94,12 @@ func TestServersReadBack(t *testing.T) {
 	}
 	for _, f := range plan.Families {
 		list, err := s.List(f)
-		if err != nil {
-			t.Fatal(err)
-		}
+		must(t, err)
 		for id := range list {
 			if id.Family != f {
 				t.Errorf("%s is in the list of %s", id, f)
 			}
-			if err := s.Delete(id); err != nil {
-				t.Error(err)
-			}
+			must(t, s.Delete(id))
 		}
 		if list, err := s.List(f); err != nil || len(list) != 0 {
 			t.Errorf("after deleting all: %v, %v", list, err)
@@ -211,9 +205,7 @@ func TestApply(t *testing.T) {
 func TestForeignServers(t *testing.T) {
 	s := openServers(t)
 	handle, err := moby.New("")
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
 	defer handle.Close()
 	service := func(port uint16) *moby.Service {
 		return &moby.Service{
@@ -296,28 +288,18 @@ func TestSchedulerProbe(t *testing.T) {
 		}
 	}
 	close(stop)
-	if err := <-watched; err != nil {
-		t.Error(err)
-	}
+	must(t, <-watched)
 }
 
 func TestTimeouts(t *testing.T) {
 	s := openServers(t)
 	handle, err := moby.New("")
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
 	defer handle.Close()
 	before, err := handle.GetConfig()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := s.SetTimeouts(0, 0, 0); err != nil {
-		t.Error(err)
-	}
-	if err := s.SetTimeouts(0, 17*time.Second, 1500*time.Millisecond); err != nil {
-		t.Error(err)
-	}
+	must(t, err)
+	must(t, s.SetTimeouts(0, 0, 0))
+	must(t, s.SetTimeouts(0, 17*time.Second, 1500*time.Millisecond))
 	want := moby.Config{TimeoutTCP: before.TimeoutTCP, TimeoutTCPFin: 17 * time.Second, TimeoutUDP: 2 * time.Second}
 	if got, err := handle.GetConfig(); err != nil || *got != want {
 		t.Errorf("timeouts are %v, %v; want %v", got, err, want)
