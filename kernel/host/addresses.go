@@ -2,7 +2,6 @@ package host
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -137,11 +136,7 @@ type addressWatch struct {
 }
 
 func (w *addressWatch) message(_ netlink.Header, body []byte) {
-	if len(body) < unix.SizeofIfAddrmsg || w.excepted(binary.NativeEndian.Uint32(body[4:])) {
-		return
-	}
-	a, ok := netip.AddrFromSlice(netlink.Attribute(body[unix.SizeofIfAddrmsg:], unix.IFA_ADDRESS))
-	if !ok || w.filter.LinkLocal || !linkLocal6(a) {
+	if index, a := addressOf(body); !w.excepted(index) && (w.filter.LinkLocal || !linkLocal6(a)) {
 		w.note()
 	}
 }
