@@ -28,7 +28,8 @@ type handles struct {
 }
 
 func newHandles() *handles {
-	return &handles{tables: map[plan.Family]*xtables.Tables{}, guards: map[plan.Family]*nftrules.Guards{}, ports: map[plan.Family]*nftrules.Ports{}}
+	return &handles{tables: map[plan.Family]*xtables.Tables{}, guards: map[plan.Family]*nftrules.Guards{},
+		ports: map[plan.Family]*nftrules.Ports{}}
 }
 
 // openHandles opens what a configuration needs, and sets its defaults. An error names what is missing.

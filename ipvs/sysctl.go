@@ -57,8 +57,8 @@ func sysctlsHere(cfg Config) ([]sysctl, error) {
 	return sysctls(cfg.StrictARP, major, minor), nil
 }
 
-// setSysctls sets them, and returns those that are set; with dry, it only finds out whether it could. A setting that can't be written and has
-// the wrong value is an error if nothing works without it, else a warning.
+// setSysctls sets them, and returns those that are set; with dry, it only finds out whether it could. A setting that can't be written
+// and has the wrong value is an error if nothing works without it, else a warning.
 func setSysctls(cfg Config, dry bool) (done []sysctl, err error) {
 	list, err := sysctlsHere(cfg)
 	if err != nil {

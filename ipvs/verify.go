@@ -55,7 +55,7 @@ func (e *engine) Verify(ctx context.Context, svc plan.Service) (things int, foun
 			}
 		}
 		now.servers[id] = is
-		if have.Foreign {
+		if have.Foreign && is.Server == v.Server {
 			found = append(found, drift.Difference{Kind: drift.VirtualServer, State: drift.Changed, Object: id.String()})
 		}
 	}
