@@ -62,19 +62,24 @@ func (c *Conn) Close() error { return c.socket.Close() }
 // without an answer gets the error that says so; it may have been carried out. A failed request does not keep those after it from
 // being carried out.
 func (c *Conn) Do(requests ...Message) []error {
-	errs, failed := make([]error, len(requests)), false
-	for start := 0; start < len(requests); start += maxBatch {
-		some := requests[start:min(start+maxBatch, len(requests))]
-		err := c.batch(some, len(some)-1, func(i int, err error) { errs[start+i], failed = err, true })
-		if err != nil {
+	var errs []error
+	fail := func(i int, err error) {
+		if errs == nil {
+			errs = make([]error, len(requests))
+		}
+		errs[i] = err
+	}
+	for start := 0; start < len(requests); {
+		end := min(start+maxBatch, len(requests))
+		if err := c.batch(requests[start:end], end-start-1, func(i int, err error) { fail(start+i, err) }); err != nil {
 			for i := start; i < len(requests); i++ {
-				errs[i] = cmp.Or(errs[i], err)
+				if errs == nil || errs[i] == nil {
+					fail(i, err)
+				}
 			}
 			return errs
 		}
-	}
-	if !failed {
-		return nil
+		start = end
 	}
 	return errs
 }
