@@ -49,8 +49,7 @@ func TestDifferences(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	rs, err := restore.ParseSections(plan.IPv4, ipvs.Render(p, plan.IPv4, ipvs.Options{
-		MasqueradeBit: 14, Host: set.Set[netip.Addr]{node: {}}}))
+	rs, err := ipvs.Machine(p, plan.IPv4, ipvs.Options{MasqueradeBit: 14, Host: set.Of(node)})
 	if err != nil {
 		t.Fatal(err)
 	}

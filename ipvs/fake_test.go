@@ -12,11 +12,12 @@ import (
 	"time"
 
 	"nodeproxy/internal/set"
-	"nodeproxy/ipvs/nftrules"
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
+	"nodeproxy/plan/packetsim"
+	"nodeproxy/plan/packetsim/restore"
 )
 
 // testGrace is the grace period of engines in tests.
@@ -319,31 +320,33 @@ func engineOver(k *fakeKernel, o Options) *engine {
 	}}
 }
 
-// render is what the kernel holds as Render has it.
-func (k *fakeKernel) render() string {
-	quiet := *k
-	quiet.before, quiet.fail = nil, ""
-	h, err := engineOver(&quiet, Options{}).machine.read(k.family, marks{}, nil)
-	if err != nil {
-		panic(err)
+// simulation is what packets meet where the kernel holds what it does.
+func (k *fakeKernel) simulation() (*packetsim.Machine, error) {
+	m := newSimulation(k.family)
+	for id := range setCount {
+		for _, e := range k.set[setName(id, k.family)] {
+			m.addEntry(id, e)
+		}
 	}
-	var out strings.Builder
-	out.WriteString("# ipset restore\n")
-	h.renderSets(&out, k.family)
-	out.WriteString("# ipvsadm --restore\n")
 	for _, v := range k.virtual {
 		s := server{Server: v.Server}
 		for _, d := range v.RealServers {
 			s.realServers = append(s.realServers, d.RealServer)
 		}
-		if len(s.realServers) > 0 {
-			out.WriteString(strings.Join(serverLines(s), "\n") + "\n")
+		m.addServer(s)
+	}
+	for r := range k.local {
+		m.Added[r] = true
+	}
+	for a := range k.addresses {
+		if !k.unrouted.Has(a) {
+			m.Added[xtables.Single(a)] = true
 		}
 	}
-	h.renderDevice(&out, slices.Collect(maps.Keys(k.local)))
-	out.WriteString("# nftables by netlink\n" + nftrules.PortsText(k.family, h.ports.sorted()))
-	out.WriteString("# iptables-restore\n" + k.fixed.Render())
-	return out.String()
+	for a := range k.ports {
+		m.Diverted[a] = k.portRoutes.Has(a.Addr)
+	}
+	return m.Machine, restore.IPTables(m.Machine, k.fixed.Render())
 }
 
 // text is all that the kernel holds, in a stable order.

@@ -92,12 +92,19 @@ func compareServers(a, b ipvs.ServerID) int {
 
 // serverLines are a virtual server as "ipvsadm --save --numeric" prints it.
 func serverLines(v server) []string {
-	name := serverArgs(v.ID)
-	lines := []string{fmt.Sprintf("-A %s %s", name, serverOptions(v.Server))}
+	lines := []string{addServerText(v)}
 	for _, d := range v.realServers {
-		lines = append(lines, fmt.Sprintf("-a %s -r %s -m -w %d", name, d.Addr, d.Weight))
+		lines = append(lines, addRealServerText(v, d))
 	}
 	return lines
+}
+
+func addServerText(v server) string {
+	return fmt.Sprintf("-A %s %s", serverArgs(v.ID), serverOptions(v.Server))
+}
+
+func addRealServerText(v server, d ipvs.RealServer) string {
+	return fmt.Sprintf("-a %s -r %s -m -w %d", serverArgs(v.ID), d.Addr, d.Weight)
 }
 
 // serverOptions prints the properties of a virtual server as arguments of ipvsadm.

@@ -10,7 +10,6 @@ import (
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
-	"nodeproxy/plan/packetsim/restore"
 	"nodeproxy/plan/plantest"
 )
 
@@ -60,7 +59,7 @@ func TestStepsLeadToEndpoints(t *testing.T) {
 				p.Set(next)
 				before, after := plan.NewEvaluator(was), plan.NewEvaluator(p)
 				k.before = func() {
-					rs, err := restore.ParseSections(plan.IPv4, k.render())
+					rs, err := k.simulation()
 					must(t, err)
 					for _, fe := range next.Frontends {
 						for _, src := range []netip.Addr{client.Addr().Next(), sp.Endpoints.Cluster[1].Addr.Addr()} {
@@ -78,7 +77,7 @@ func TestStepsLeadToEndpoints(t *testing.T) {
 								err = packetsim.AgreeBetween(v, w, slices.Concat(sp.All(), next.All()), pkt, outcomes)
 							}
 							if err != nil {
-								t.Fatalf("version %d, step %d, %s: %v\nbefore: %s\nafter: %s\n%s", i, steps, pkt, err, v, w, k.render())
+								t.Fatalf("version %d, step %d, %s: %v\nbefore: %s\nafter: %s\n%s", i, steps, pkt, err, v, w, k.text())
 							}
 						}
 					}

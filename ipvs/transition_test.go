@@ -9,7 +9,6 @@ import (
 
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
-	"nodeproxy/plan/packetsim/restore"
 	"nodeproxy/plan/plantest"
 )
 
@@ -46,8 +45,7 @@ func TestTransitions(t *testing.T) {
 			if at++; at%every != 0 {
 				return // To look takes long, and there are many.
 			}
-			text := k.render()
-			rs, err := restore.ParseSections(f, text)
+			rs, err := k.simulation()
 			must(t, err)
 			for _, p := range packets {
 				if rs.IsAdded(p.Packet.Src) && !p.Packet.Output || slices.ContainsFunc(
@@ -60,7 +58,7 @@ func TestTransitions(t *testing.T) {
 				}
 				if err != nil {
 					t.Fatalf("packet %s: after %q, %v\nbefore: %s\nafter: %s\n%s", p.Packet, k.calls[:len(k.calls)-1], err, p.Before,
-						p.After, text)
+						p.After, k.text())
 				}
 				seen++
 			}
@@ -70,7 +68,7 @@ func TestTransitions(t *testing.T) {
 			must(t, e.Sync(context.Background(), next, plan.Only(nil)))
 		}
 	})
-	if seen == 0 || steps == 0 {
+	if seen == 0 || steps == 0 && !testing.Short() { // Of few examples, none may need a further sync.
 		t.Errorf("%d packets were sent, and %d further syncs were made", seen, steps)
 	}
 }

@@ -3,9 +3,7 @@ package ipvs_test
 import (
 	"fmt"
 	"net/netip"
-	"regexp"
 	"slices"
-	"strconv"
 	"testing"
 
 	"pgregory.net/rapid"
@@ -51,14 +49,11 @@ func drawOptions(t *rapid.T, c *plantest.Cluster) ipvs.Options {
 	return o
 }
 
-// parse reads what is rendered, each rule of which the simulator must know.
-func parse(t *rapid.T, f plan.Family, text string) *packetsim.Machine {
-	rs, err := restore.ParseSections(f, text)
-	if err == nil {
-		err = rs.Unknown()
-	}
+// machineOf returns what packets meet.
+func machineOf(t *rapid.T, p *plan.Plan, f plan.Family, o ipvs.Options) *packetsim.Machine {
+	rs, err := ipvs.Machine(p, f, o)
 	if err != nil {
-		t.Fatalf("%v\n%s", err, text)
+		t.Fatalf("%v\n%s", err, ipvs.Render(p, f, o))
 	}
 	return rs
 }
@@ -93,7 +88,7 @@ func TestRenderVerdicts(t *testing.T) {
 		options := drawOptions(t, c)
 		evaluator, tolerance := plan.NewEvaluator(c.Plan), packetsim.IPVSTolerance(c.Plan)
 		for _, f := range plan.Families {
-			rs := parse(t, f, ipvs.Render(c.Plan, f, options))
+			rs := machineOf(t, c.Plan, f, options)
 			for range packetsPerPlan {
 				pkt := c.Packets(f).Draw(t, "packet")
 				v := evaluator.Verdict(pkt)
@@ -114,9 +109,6 @@ func TestRenderVerdicts(t *testing.T) {
 	}
 }
 
-// markServer finds the virtual servers of firewall marks.
-var markServer = regexp.MustCompile(`(?m)^-A -f (\d+) `)
-
 // TestForeignMarks has packets come along with a mark of somebody else's that is one of this mode's too. They must get to
 // where the others get. The bit that asks for masquerading is left out: others may ask for that.
 func TestForeignMarks(t *testing.T) {
@@ -127,17 +119,18 @@ func TestForeignMarks(t *testing.T) {
 		options := drawOptions(t, c)
 		evaluator, tolerance := plan.NewEvaluator(c.Plan), packetsim.IPVSTolerance(c.Plan)
 		for _, f := range plan.Families {
-			text := ipvs.Render(c.Plan, f, options)
-			servers := markServer.FindAllStringSubmatch(text, -1)
-			if servers == nil {
+			rs := machineOf(t, c.Plan, f, options)
+			var marks []uint32
+			for at := range rs.Servers {
+				if at.Mark != 0 {
+					marks = append(marks, at.Mark)
+				}
+			}
+			if marks == nil {
 				continue
 			}
-			mark, err := strconv.ParseUint(rapid.SampledFrom(servers).Draw(t, "mark")[1], 10, 32)
-			if err != nil {
-				t.Fatal(err)
-			}
-			mark &^= 1 << options.MasqueradeBit
-			rs := parse(t, f, text)
+			slices.Sort(marks)
+			mark := rapid.SampledFrom(marks).Draw(t, "mark") &^ (1 << options.MasqueradeBit)
 			foreign := fmt.Sprintf("*mangle\n-I PREROUTING ! -i lo -j MARK --set-mark %d\n"+
 				"-I OUTPUT -m ipvs ! --ipvs -j MARK --set-mark %[1]d\nCOMMIT\n", mark)
 			if err := restore.IPTables(rs, foreign); err != nil {
@@ -172,7 +165,7 @@ func TestHostClients(t *testing.T) {
 		options := drawOptions(t, c)
 		options.VIPs = ipvs.Addresses
 		for _, f := range plan.Families {
-			rs := parse(t, f, ipvs.Render(c.Plan, f, options))
+			rs := machineOf(t, c.Plan, f, options)
 			source := plan.Packet{Output: true, SrcLocal: true}
 			for _, pkt := range toFrontends(c, f, []plan.Packet{source}) {
 				pkt.Src = pkt.Dst
@@ -236,7 +229,7 @@ func TestModesAgree(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			rs := parse(t, f, ipvs.Render(c.Plan, f, options))
+			rs := machineOf(t, c.Plan, f, options)
 			sources := rapid.SliceOfN(c.Packets(f), 6, 6).Draw(t, "sources")
 			for _, pkt := range toFrontends(c, f, sources) {
 				if isMartian(rs, pkt) || isTaken(rs, evaluator.Verdict(pkt)) {

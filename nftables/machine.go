@@ -111,8 +111,6 @@ func (r simRule) String() string {
 	return fmt.Sprintf("%s comment %q", r.Rule.Text, r.Comment)
 }
 
-func (simRule) Unknown() error { return nil }
-
 // vm carries out the expressions of a rule.
 type vm struct {
 	simRule

@@ -161,14 +161,18 @@ type Hook struct {
 var hookNumbers = map[string]uint32{"prerouting": unix.NF_INET_PRE_ROUTING, "input": unix.NF_INET_LOCAL_IN,
 	"forward": unix.NF_INET_FORWARD, "output": unix.NF_INET_LOCAL_OUT, "postrouting": unix.NF_INET_POST_ROUTING}
 
-// label identifies a rule. The kernel keeps it beside the rule.
-func (c Chain) label(i int) []byte {
+// labels identify the rules. The kernel keeps them beside these.
+func (c Chain) labels() []string {
 	hook := ""
 	if c.Hook != nil {
 		hook = fmt.Sprint(*c.Hook)
 	}
-	sum := sha256.Sum256([]byte(fmt.Sprintf("%s %s %s", c.Name, hook, c.Rules[i].Text)))
-	return fmt.Appendf(nil, "nodeproxy %x", sum[:8])
+	out := make([]string, len(c.Rules))
+	for i, r := range c.Rules {
+		sum := sha256.Sum256([]byte(fmt.Sprintf("%s %s %s", c.Name, hook, r.Text)))
+		out[i] = fmt.Sprintf("nodeproxy %x", sum[:8])
+	}
+	return out
 }
 
 // Batch is a transaction that is being prepared. Nothing happens before Conn.Commit.
@@ -313,6 +317,7 @@ func (b *Batch) AddChains(chains []Chain) error {
 
 // AddRules appends the rules of a chain to it.
 func (b *Batch) AddRules(c Chain) error {
+	labels := c.labels()
 	for i, r := range c.Rules {
 		list := netlink.Buffer{}
 		for _, e := range r.Exprs {
@@ -324,20 +329,20 @@ func (b *Batch) AddRules(c Chain) error {
 		}
 		body := b.begin().Text(unix.NFTA_RULE_TABLE, b.table).Text(unix.NFTA_RULE_CHAIN, c.Name).
 			Bytes(unix.NFTA_RULE_EXPRESSIONS|unix.NLA_F_NESTED, list...).
-			Bytes(unix.NFTA_RULE_USERDATA, userdata(r.Comment, c.label(i))...)
+			Bytes(unix.NFTA_RULE_USERDATA, userdata(r.Comment, labels[i])...)
 		b.add(unix.NFT_MSG_NEWRULE, unix.NLM_F_CREATE|unix.NLM_F_APPEND, "adding rule "+r.Text+" to chain "+c.Name, body)
 	}
 	return nil
 }
 
 // userdata returns what the kernel keeps beside a rule or element: a comment for people, and a label for this program.
-func userdata(comment string, label []byte) []byte {
+func userdata(comment, label string) []byte {
 	var out []byte
 	if comment != "" {
 		comment = Comment(comment)
 		out = append(append(append(out, commentUserdata, byte(len(comment)+1)), comment...), 0)
 	}
-	if len(label) > 0 {
+	if label != "" {
 		out = append(append(out, labelUserdata, byte(len(label))), label...)
 	}
 	return out
@@ -421,7 +426,7 @@ func appendElement(b netlink.Buffer, e Element, whole bool) netlink.Buffer {
 			d = d.Nest(unix.NFTA_SET_ELEM_DATA, value(e.Data))
 		}
 		if e.Comment != "" {
-			d = d.Bytes(unix.NFTA_SET_ELEM_USERDATA, userdata(e.Comment, nil)...)
+			d = d.Bytes(unix.NFTA_SET_ELEM_USERDATA, userdata(e.Comment, "")...)
 		}
 		return d
 	})
@@ -487,7 +492,7 @@ func (c *Conn) Commit(b *Batch) error {
 	for _, i := range slices.Sorted(maps.Keys(errs)) {
 		refused := &RefusedError{What: "committing the transaction", Err: absentOr(errs[i], i)}
 		if i > 0 && i <= len(b.what) {
-			refused.What, refused.Removes = b.what[i-1], removes(b.messages[i-1])
+			refused.What, refused.Removes = b.what[i-1], b.messages[i-1].Flags&unix.NLM_F_CREATE == 0
 			var at *netlink.AtError
 			if errors.As(errs[i], &at) {
 				refused.Set, refused.Element = elementAt(b.messages[i-1], at.Offset)
@@ -498,16 +503,6 @@ func (c *Conn) Commit(b *Batch) error {
 		return fmt.Errorf("%s: %w", prefix, refused)
 	}
 	return nil
-}
-
-// removes reports whether a message removes something.
-func removes(m netlink.Message) bool {
-	switch m.Type & 0xff {
-	case unix.NFT_MSG_DELTABLE, unix.NFT_MSG_DELCHAIN, unix.NFT_MSG_DELRULE, unix.NFT_MSG_DELSET, unix.NFT_MSG_DELSETELEM, unix.NFT_MSG_DELOBJ,
-		unix.NFT_MSG_DELFLOWTABLE:
-		return true
-	}
-	return false
 }
 
 // elementAt is the element in a message of which an attribute begins at an offset, and its set.

@@ -135,13 +135,13 @@ func FuzzElementAt(f *testing.F) {
 
 // FuzzUserdata: whatever another program has stored beside a rule or an element, reading it ends, and a part of it is as long as it says.
 func FuzzUserdata(f *testing.F) {
-	f.Add(userdata("a comment", []byte("a label")))
+	f.Add(userdata("a comment", "a label"))
 	f.Add([]byte{5, 254, 255: 0})
 	f.Add([]byte{commentUserdata, 254, 255: 0})
 	f.Add([]byte{5, 255, 256: 0})
 	f.Add([]byte{5, 254, 1, 2, 3})
 	f.Add([]byte{labelUserdata, 0, commentUserdata, 1, 0})
-	f.Add(slices.Concat([]byte{7, 254}, make([]byte, 254), userdata("behind it", nil)))
+	f.Add(slices.Concat([]byte{7, 254}, make([]byte, 254), userdata("behind it", "")))
 	f.Fuzz(func(t *testing.T, raw []byte) {
 		for _, kind := range []byte{commentUserdata, labelUserdata, 5} {
 			if part := userdataOf(raw, kind); len(part) > 255 || len(part) > max(0, len(raw)-2) {

@@ -9,6 +9,7 @@ import (
 	"maps"
 	"slices"
 
+	"github.com/google/nftables/expr"
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/kernel/netlink"
@@ -60,30 +61,14 @@ type ChainContent struct {
 
 // Holds reports whether a chain has the hook and the rules that it should have.
 func (c ChainContent) Holds(want Chain) bool {
-	if c.Other || len(c.Labels) != len(want.Rules) {
-		return false
-	}
-	for i, l := range c.Labels {
-		if l != string(want.label(i)) {
-			return false
-		}
-	}
-	return true
+	return !c.Other && slices.Equal(c.Labels, want.labels())
 }
 
 // Match returns, for each rule of the chain, the index of the rule that it is in want; -1 if it is none of those.
-func (c ChainContent) Match(want Chain) []int {
-	index := map[string]int{}
-	for i := range want.Rules {
-		index[string(want.label(i))] = i
-	}
-	var out []int
+func (c ChainContent) Match(want Chain) (out []int) {
+	labels := want.labels()
 	for _, l := range c.Labels {
-		if i, is := index[l]; is {
-			out = append(out, i)
-		} else {
-			out = append(out, -1)
-		}
+		out = append(out, slices.Index(labels, l))
 	}
 	return out
 }
@@ -374,22 +359,20 @@ func (e *Element) has(what string) {
 	e.Other += what
 }
 
+var verdictNames = map[expr.VerdictKind]string{
+	expr.VerdictJump: "jump ", expr.VerdictReturn: "return", expr.VerdictDrop: "drop", expr.VerdictAccept: "accept",
+}
+
 func (e *Element) parseVerdict(v []byte) {
-	code, chain := int32(netlink.BigEndian(netlink.Attribute(v, unix.NFTA_VERDICT_CODE))), netlink.Text(netlink.Attribute(v, unix.NFTA_VERDICT_CHAIN))
-	const drop, accept = 0, 1
-	switch code {
-	case unix.NFT_GOTO:
+	kind := expr.VerdictKind(int32(netlink.BigEndian(netlink.Attribute(v, unix.NFTA_VERDICT_CODE))))
+	chain := netlink.Text(netlink.Attribute(v, unix.NFTA_VERDICT_CHAIN))
+	switch name, known := verdictNames[kind]; {
+	case kind == expr.VerdictGoto:
 		e.Chain = chain
-	case unix.NFT_JUMP:
-		e.has("jump " + chain)
-	case unix.NFT_RETURN:
-		e.has("return")
-	case drop:
-		e.has("drop")
-	case accept:
-		e.has("accept")
+	case known:
+		e.has(name + chain)
 	default:
-		e.has(fmt.Sprintf("verdict %d", code))
+		e.has(fmt.Sprintf("verdict %d", kind))
 	}
 }
 

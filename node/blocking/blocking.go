@@ -225,11 +225,11 @@ func (s *search) walkBase(b base) (found []finding, passed map[marked]*marks, er
 	}
 	admitted := map[string]map[string]bool{} // who is known to send it, and is admitted
 	for _, p := range packets(s.ports, b.BaseChain, s.node) {
-		if p.mark = s.begin(&p, b.Hook); b.Family == "bridge" {
-			p.mark = p.mark.forget(unmarked.known)
-		}
 		p.untracked = b.Priority < priorityTracking && (b.Hook == "prerouting" || b.Hook == "output") || b.Hook == "ingress"
-		w := &walk{search: s, rules: b.rules, packet: p, found: map[string]bool{}, known: map[state]state{}}
+		w := s.walk(b, p)
+		if b.Family == "bridge" {
+			w.packet.mark = w.packet.mark.forget(unmarked.known)
+		}
 		ended, err := w.chain(b.ChainID, true, false, 0)
 		if s.ctx.Err() != nil {
 			return nil, nil, s.ctx.Err()
@@ -310,26 +310,18 @@ func (s *search) lookNAT(b base) error {
 		s.unread = cmp.Or(s.unread, err)
 		return nil
 	}
-	source := b.Hook == "postrouting"
-	for _, p := range fromPods(s.ports, b.BaseChain, s.node) {
-		p.mark = s.begin(&p, b.Hook)
-		w := &walk{search: s, rules: b.rules, packet: p, found: map[string]bool{}, known: map[state]state{}, sources: true}
-		if _, err := w.chain(b.ChainID, true, false, 0); err != nil {
-			s.unread = cmp.Or(s.unread, err)
-		}
-		s.add(w.out)
-	}
-	for _, p := range natPackets(s.ports, b.BaseChain, s.node) {
-		beside := slices.ContainsFunc(judges, func(j judge) bool {
+	for _, p := range slices.Concat(fromPods(s.ports, b.BaseChain, s.node), natPackets(s.ports, b.BaseChain, s.node)) {
+		beside := !p.sources && slices.ContainsFunc(judges, func(j judge) bool {
 			return slices.ContainsFunc(j(&p).ends, func(e end) bool {
 				return e.verdict == "jump" && s.ours(b.rules, nft.ChainID{Family: b.Family, Table: b.Table, Chain: e.to})
 			})
 		})
-		if !beside && !s.node.Inside && (source || b.Priority > priorityDNAT || b.Priority == priorityDNAT && s.node.Variant == "") {
+		alone := !beside && !p.sources && !s.node.Inside
+		if alone && (b.Hook == "postrouting" || b.Priority > priorityDNAT || b.Priority == priorityDNAT && s.node.Variant == "") {
 			continue
 		}
-		p.mark = s.begin(&p, b.Hook)
-		w := &walk{search: s, rules: b.rules, packet: p, found: map[string]bool{}, known: map[state]state{}, beside: beside, even: !beside && !s.node.Inside && b.Priority == priorityDNAT}
+		w := s.walk(b, p)
+		w.beside, w.even = beside, alone && b.Priority == priorityDNAT
 		if _, err := w.chain(b.ChainID, true, false, 0); err != nil {
 			if s.ctx.Err() != nil {
 				return s.ctx.Err()

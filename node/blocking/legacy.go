@@ -18,6 +18,7 @@ import (
 	"nodeproxy/kernel/nft"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
+	"nodeproxy/plan/packetsim"
 	"nodeproxy/plan/packetsim/restore"
 )
 
@@ -37,27 +38,17 @@ func (l *legacyRules) Bases() []nft.BaseChain { return l.bases }
 
 func (l *legacyRules) judges(id nft.ChainID) ([]judge, error) { return l.rules[id], nil }
 
-// legacyPriorities are the priorities of tables in the hooks that are looked at.
-var legacyPriorities = map[string]int32{"raw": -300, "mangle": -150, "filter": 0, "security": 50, "nat": 100}
-
-var legacyHooks = map[string]string{
-	"PREROUTING": "prerouting", "INPUT": "input", "FORWARD": "forward", "OUTPUT": "output", "POSTROUTING": "postrouting",
-}
-
 // readLegacy reads the tables that the kernel has in the network namespace of the calling thread.
 func readLegacy(ctx context.Context, s *sets, variant string) (*legacyRules, error) {
 	out := &legacyRules{sets: s, used: variant == "" || variant == legacyVariant, rules: map[nft.ChainID][]judge{}}
 	var failed error
 	for _, f := range plan.Families {
-		name := map[plan.Family]string{plan.IPv4: "ip", plan.IPv6: "ip6"}[f]
+		name := nft.FamilyName(f)
 		present, err := os.ReadFile("/proc/thread-self/net/" + name + "_tables_names")
 		if err != nil { // The kernel has no such tables.
 			continue
 		}
 		for _, table := range strings.Fields(string(present)) {
-			if _, is := legacyPriorities[table]; !is {
-				continue
-			}
 			// Tables that are not there would be made by this.
 			cmd := exec.CommandContext(ctx, name+"tables-legacy-save", "-t", table)
 			text, err := cmd.Output()
@@ -85,67 +76,51 @@ func (l *legacyRules) add(family, table, line string) {
 	switch {
 	case strings.HasPrefix(word, ":"):
 		id.Chain = word[1:]
-		if hook := legacyHooks[id.Chain]; hook != "" {
-			policy, _, _ := strings.Cut(rest, " ")
-			kind, priority := "filter", legacyPriorities[table]
-			if table == "nat" {
-				if kind = table; hook == "prerouting" || hook == "output" {
-					priority = priorityDNAT
-				}
-			}
-			l.bases = append(l.bases, nft.BaseChain{ChainID: id, Type: kind, Hook: hook, Priority: priority, Drops: policy == "DROP"})
+		policy, _, _ := strings.Cut(rest, " ")
+		if policy == "-" { // No hook calls it.
+			return
 		}
+		b := nft.BaseChain{ChainID: id, Type: "filter", Hook: strings.ToLower(id.Chain), Drops: policy == "DROP"}
+		if b.Priority = int32(restore.Priority(table, packetsim.Hook(id.Chain))); table == "nat" {
+			b.Type = table
+		}
+		l.bases = append(l.bases, b)
 	case word == "-A":
 		var text string
 		id.Chain, text, _ = strings.Cut(rest, " ")
 		if l.used && names.IsOurs(names.Table(table), id.Chain) { // There may be very many.
 			return
 		}
-		l.rules[id] = append(l.rules[id], func(p *packet) rule { return judgeText(text, p, l.sets) })
+		options, err := restore.Options(text)
+		l.rules[id] = append(l.rules[id], func(p *packet) rule {
+			j := textJudgement{judgement: judging(p), sets: l.sets}
+			if err != nil { // No variant prints that.
+				j.unknown("")
+			}
+			for _, o := range options {
+				if j.match == no {
+					break
+				}
+				j.option(o)
+			}
+			return j.result()
+		})
 	}
-}
-
-// judgeText judges a rule as iptables-save prints it, with the sets that it may ask.
-func judgeText(text string, p *packet, s *sets) rule {
-	j := textJudgement{judgement: judging(p), sets: s}
-	words, err := restore.Words(text)
-	if err != nil { // No variant prints that.
-		j.unknown("")
-		return j.result()
-	}
-	for len(words) > 0 && j.match != no {
-		option := words[0]
-		if option == "!" {
-			j.invert, words = true, words[1:]
-			continue
-		}
-		n := 1 // It and its arguments, which don't begin with a dash, but for a comment's text.
-		for n < len(words) && (option == "--comment" && n == 1 || words[n] != "!" && !strings.HasPrefix(words[n], "-")) {
-			n++
-		}
-		if (option == "-j" || option == "-g") && n > 1 { // All that follows belongs to the target.
-			j.target(option, words[1:])
-			break
-		}
-		j.option(option, append(words[1:n:n], "", "")) // So that two are there.
-		j.invert, words = false, words[n:]
-	}
-	return j.result()
 }
 
 // textJudgement is a judgement of a rule as iptables-save prints it.
 type textJudgement struct {
 	judgement
 	sets *sets
-	// invert says that a "!" stands before the option, and module is the match of which it is.
-	invert bool
+	// module is the match of which the next options are.
 	module string
 }
 
 // option judges an option by its arguments.
-func (j *textJudgement) option(option string, arguments []string) {
+func (j *textJudgement) option(o restore.Option) {
+	arguments := append(o.Values[:len(o.Values):len(o.Values)], "", "") // So that two are there.
 	argument := arguments[0]
-	switch option {
+	switch o.Name {
 	case "--comment":
 	case "-m":
 		if j.module = argument; strings.HasSuffix(argument, "limit") { // It may be what drops what is too much.
@@ -153,38 +128,47 @@ func (j *textJudgement) option(option string, arguments []string) {
 			j.unknown(argument)
 		}
 	case "--tcp-flags":
-		j.inFlags(tcpFlags(argument), tcpFlags(arguments[1]), j.invert)
+		mask, set, _ := restore.ParseTCPFlags(o.Values) // The kernel has no others.
+		j.masked(j.packet.tcpFlags(), []byte{mask}, []byte{set}, o.Not)
 	case "--match-set":
 		var sources []bool
-		for _, part := range strings.Split(arguments[1], ",") {
+		for part := range strings.SplitSeq(arguments[1], ",") {
 			sources = append(sources, part == "src")
 		}
-		j.inSet(j.sets, argument, sources, j.invert)
+		j.inSet(j.sets, argument, sources, o.Not)
 	case "--mark":
 		if value, mask, err := restore.ParseMark(argument); err == nil && j.module == "mark" {
-			j.inMark(value, mask, j.invert)
+			j.inMark(value, mask, o.Not)
 		} else {
-			j.unknown(j.module + " " + not(j.invert) + argument)
+			j.unknown(j.module + " " + not(o.Not) + argument)
 		}
 	case "-p":
-		j.holds((argument == protocolName(j.packet.protocol) || protocols[argument] == j.packet.protocol) != j.invert, "meta l4proto "+not(j.invert)+argument)
+		j.holds((argument == protocolName(j.packet.protocol) || protocols[argument] == j.packet.protocol) != o.Not, "meta l4proto "+not(o.Not)+argument)
 	case "-s", "-d", "--ctorigdst":
-		j.within(option, argument)
+		j.within(o.Name, argument, o.Not)
 	case "-i", "-o":
-		j.device(option, map[string]string{"-i": j.packet.in, "-o": j.packet.out}[option], argument, j.invert)
+		m, by := maybe, map[string]string{"-i": j.packet.in, "-o": j.packet.out}[o.Name]
+		if by != "" {
+			m = matches(restore.IsInterface(by, argument))
+		}
+		j.depends(m, o.Not, o.Name+" "+not(o.Not)+argument)
 	case "--dport", "--dports", "--sport", "--sports", "--ctorigdstport":
-		j.ofPorts(option, argument)
+		j.ofPorts(o.Name, argument, o.Not)
 	case "--ctstate", "--state":
-		j.inState(states(argument), j.invert)
+		j.inState(states(argument), o.Not)
 	case "--icmp-type":
 		kind, codes := icmpType(argument)
-		j.icmp(kind, codes, j.invert)
+		j.icmp(kind, codes, o.Not)
 	case "--dst-type":
 		if argument != "LOCAL" {
 			j.unknown("")
 			return
 		}
-		j.toType(1<<typeLocal, j.invert)
+		j.toType(1<<typeLocal, o.Not)
+	case "-g":
+		j.ends = []end{{verdict: "goto", to: argument}}
+	case "-j":
+		j.target(targetOf(argument, o.Values[min(1, len(o.Values)):]))
 	default:
 		if limits := strings.HasSuffix(j.module, "limit"); !limits { // Those have several options.
 			j.unknown("")
@@ -209,132 +193,80 @@ func icmpType(text string) (kind byte, codes [2]byte) {
 var protocols = map[string]byte{"icmp": unix.IPPROTO_ICMP, "ipencap": unix.IPPROTO_IPIP, "ipip": unix.IPPROTO_IPIP, "gre": unix.IPPROTO_GRE, "ipv6": unix.IPPROTO_IPV6}
 
 // within judges an option for a range of addresses, or a single one.
-func (j *textJudgement) within(option, text string) {
-	to, err := netip.ParsePrefix(text)
-	if addr, single := netip.ParseAddr(text); single == nil {
-		to, err = xtables.Single(addr), nil
-	}
-	switch {
+func (j *textJudgement) within(option, text string, invert bool) {
+	switch to, err := restore.ParsePrefix(text); {
 	case err != nil:
 		j.unknown("")
 	case option == "-s":
-		j.addresses(j.packet.src, "saddr", to, j.invert)
+		j.addresses(false, to, invert)
 	case option == "-d":
-		j.addresses(j.packet.dst, "daddr", to, j.invert)
+		j.addresses(true, to, invert)
 	default:
-		j.firstTo(to, j.invert)
+		j.firstTo(to, invert)
 	}
 }
 
-// ofPorts judges an option for ports.
-func (j *textJudgement) ofPorts(option, text string) {
-	list, ok := portRanges(text)
+// ofPorts judges an option for ports, such as 80,443,8000:8100.
+func (j *textJudgement) ofPorts(option, text string, invert bool) {
+	var list []plan.PortRange
+	for part := range strings.SplitSeq(text, ",") {
+		r, err := restore.ParsePorts(part)
+		if err != nil {
+			j.unknown("")
+			return
+		}
+		list = append(list, r)
+	}
 	switch {
-	case !ok, option == "--ctorigdstport" && len(list) != 1:
+	case option == "--ctorigdstport" && len(list) != 1:
 		j.unknown("")
 	case option == "--ctorigdstport":
-		j.firstToPort(list[0], j.invert)
+		j.firstToPort(list[0], invert)
 	case strings.HasPrefix(option, "--s"):
-		j.ports(j.packet.src, "sport", list, j.invert)
+		j.ports(j.packet.src, "sport", list, invert)
 	default:
-		j.ports(j.packet.dst, "dport", list, j.invert)
+		j.ports(j.packet.dst, "dport", list, invert)
 	}
 }
 
-// target judges what -j or -g has behind it.
-func (j *textJudgement) target(option string, words []string) {
-	if option == "-g" {
-		j.ends = []end{{verdict: "goto", to: words[0]}}
-		return
+// targetOf reads a target and its options.
+func targetOf(name string, options []string) target {
+	t := target{name: name, other: end{verdict: "jump", to: name}}
+	option := func(name string) (value string) { // It begins with that name, and the value is behind it.
+		if i := slices.IndexFunc(options, func(o string) bool { return strings.HasPrefix(o, name) }); i >= 0 && i+1 < len(options) {
+			value = options[i+1]
+		}
+		return value
 	}
-	name, options := words[0], words[1:]
-	j.jump(name)
-	switch {
-	case name == "NOTRACK", name == "CT" && slices.Contains(options, "--notrack"):
-		j.ends = []end{{verdict: notrack}}
-	case name == "REDIRECT" && len(options) == 2 && options[0] == "--to-ports":
-		if list, ok := portRanges(strings.ReplaceAll(options[1], "-", ":")); ok {
-			j.ends[0].port = list[0][0]
+	switch name {
+	case "CT":
+		t.notrack = slices.Contains(options, "--notrack")
+	case "REDIRECT":
+		first, _, _ := strings.Cut(option("--to-ports"), "-")
+		if r, err := restore.ParsePorts(first); err == nil {
+			t.port = r.First
 		}
-	case (name == "SNAT" || name == "DNAT") && len(options) > 1 && strings.HasPrefix(options[0], "--to-"):
-		if j.ends[0].addr, _ = netip.ParseAddr(options[1]); !j.ends[0].addr.IsValid() { // It may have a port.
-			at, _ := netip.ParseAddrPort(options[1])
-			j.ends[0].addr = at.Addr()
+	case "SNAT", "DNAT":
+		to := option("--to-")
+		t.addr, _ = netip.ParseAddr(to)
+		if at, err := netip.ParseAddrPort(to); err == nil {
+			t.addr = at.Addr()
 		}
-	case name == "CONNMARK" && slices.Contains(options, "--restore-mark"):
-		bits := unmarked.known
-		if i := slices.Index(options, "--nfmask"); i >= 0 && i+1 < len(options) {
-			if n, err := strconv.ParseUint(options[i+1], 0, 32); err == nil {
-				bits = uint32(n)
+	case "CONNMARK":
+		if slices.Contains(options, "--restore-mark") {
+			t.restores = unmarked.known
+			if n, err := strconv.ParseUint(option("--nfmask"), 0, 32); err == nil {
+				t.restores = uint32(n)
 			}
 		}
-		j.restoreMark(bits)
-	case name == "MARK":
-		j.forgetMark(unmarked.known)
-		if len(options) == 2 && options[0] == "--set-xmark" {
-			if value, mask, err := restore.ParseMark(options[1]); err == nil {
-				j.setMark(value, mask)
-			}
+	case "MARK":
+		if value, mask, err := restore.ParseMark(option("--set-xmark")); err == nil {
+			t.clears, t.inverts = mask, value
+		} else {
+			t.forgets = true
 		}
 	}
-}
-
-// device adds that the packet comes or leaves by an interface of a name, or of one that begins with what is before a "+".
-func (j *judgement) device(option, is, want string, invert bool) {
-	text := option + " " + not(invert) + want
-	if is == "" {
-		j.unknown(text)
-		return
-	}
-	prefix, many := strings.CutSuffix(want, "+")
-	j.holds((is == want || many && strings.HasPrefix(is, prefix)) != invert, text)
-}
-
-// jump is what -j TARGET does.
-func (j *judgement) jump(target string) {
-	switch target {
-	case "DROP", "REJECT", "ACCEPT", "RETURN":
-		j.ends = []end{{verdict: strings.ToLower(target)}}
-	case "NFQUEUE", "TPROXY", "SYNPROXY":
-		j.ends = []end{{verdict: "accept"}}
-	default:
-		switch {
-		case translating[target]:
-			j.ends = []end{{verdict: translates, to: target}}
-		case target == "TCPMSS":
-			j.clamps = true
-		case !nonTerminal[target]:
-			j.ends = []end{{verdict: "jump", to: target}}
-		}
-	}
-}
-
-// portRanges reads such as 80,443,8000:8100.
-func portRanges(text string) ([]portRange, bool) {
-	var out []portRange
-	for _, part := range strings.Split(text, ",") {
-		first, last, is := strings.Cut(part, ":")
-		if !is {
-			last = first
-		}
-		a, errA := strconv.ParseUint(first, 10, 16)
-		b, errB := strconv.ParseUint(last, 10, 16)
-		if errA != nil || errB != nil {
-			return nil, false
-		}
-		out = append(out, portRange{uint16(a), uint16(b)})
-	}
-	return out, true
-}
-
-// tcpFlags reads such as FIN,SYN,RST,ACK.
-func tcpFlags(text string) (out byte) {
-	for i, name := range []string{"FIN", "SYN", "RST", "PSH", "ACK", "URG"} {
-		if slices.Contains(strings.Split(text, ","), name) || text == "ALL" {
-			out |= 1 << i
-		}
-	}
-	return out
+	return t
 }
 
 // states reads such as RELATED,ESTABLISHED.

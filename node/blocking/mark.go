@@ -3,8 +3,6 @@ package blocking
 import (
 	"encoding/binary"
 
-	"github.com/google/nftables/expr"
-
 	"nodeproxy/plan"
 )
 
@@ -26,27 +24,10 @@ func (m mark) forget(bits uint32) mark {
 	return mark{value: m.value & known, known: known, about: m.about}
 }
 
-// replaced is the mark where a rule clears some bits, and then inverts others, as the target MARK of iptables does.
-func (m mark) replaced(clear, invert uint32) mark {
-	known := m.known | clear
-	return mark{value: ((m.value &^ clear) ^ invert) & known, known: known, about: m.about &^ clear}
-}
-
 // changed is m with those bits about the Service in which it differs from what it was before.
 func (m mark) changed(before mark) mark {
 	m.about |= (m.value ^ before.value) | (m.known ^ before.known)
 	return m
-}
-
-// is says whether some bits of the mark have a value.
-func (m mark) is(value, bits uint32) match {
-	switch {
-	case (m.value^value)&bits&m.known != 0 || value&^bits != 0:
-		return no
-	case bits&^m.known != 0:
-		return maybe
-	}
-	return yes
 }
 
 // marks is what is known of the marks of several packets.
@@ -133,32 +114,8 @@ func (r register) mark() mark {
 
 // inMark adds that some bits of the mark have a value.
 func (j *judgement) inMark(value, mask uint32, invert bool) {
-	j.specific = j.specific || j.packet.mark.about&mask != 0
-	op := expr.CmpOpEq
-	if invert {
-		op = expr.CmpOpNeq
-	}
-	reg := register{name: nameOfMark}
-	if mask != unmarked.known {
-		reg.mask = inRegister(mask)
-	}
-	j.depends(j.packet.mark.is(value, mask), invert, reg.text(op, inRegister(value)))
+	j.masked(ofMark(j.packet.mark), inRegister(mask), inRegister(value), invert)
 }
 
-// setMark has the rule do what the target MARK of iptables does: clear the bits of mask, and then invert those of value.
-func (j *judgement) setMark(value, mask uint32) {
-	m := j.packet.mark.replaced(mask, value)
-	j.rule.mark = &m
-}
-
-// forgetMark has the rule set bits of the mark that are not known then.
-func (j *judgement) forgetMark(bits uint32) {
-	m := j.packet.mark.forget(bits)
-	j.rule.mark = &m
-}
-
-// restoreMark has it take some bits from the mark of the connection.
-func (j *judgement) restoreMark(bits uint32) {
-	j.forgetMark(bits)
-	j.rule.restores = bits
-}
+// setMark has the rule set the mark.
+func (j *judgement) setMark(m mark) { j.rule.mark = &m }

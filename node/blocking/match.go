@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"fmt"
 	"net/netip"
+	"slices"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -58,23 +59,21 @@ func (j *judgement) result() rule {
 	return j.rule
 }
 
-// portRange is from the first to the last port.
-type portRange [2]uint16
-
-func (r portRange) String() string {
-	if r[0] == r[1] {
-		return fmt.Sprint(r[0])
+// portsText is a range of ports as nft prints it.
+func portsText(r plan.PortRange) string {
+	if r.First == r.Last {
+		return fmt.Sprint(r.First)
 	}
-	return fmt.Sprintf("%d-%d", r[0], r[1])
+	return r.String()
 }
 
 // ports adds that the port of one side, of which word is the name, is one of some.
-func (j *judgement) ports(s side, word string, list []portRange, invert bool) {
+func (j *judgement) ports(s side, word string, list []plan.PortRange, invert bool) {
 	within := false
 	var texts []string
 	for _, r := range list {
-		within = within || r[0] <= s.port && s.port <= r[1]
-		texts = append(texts, r.String())
+		within = within || r.Contains(s.port)
+		texts = append(texts, portsText(r))
 	}
 	text := strings.Join(texts, ",")
 	if len(list) > 1 {
@@ -96,24 +95,9 @@ func not(invert bool) string {
 	return ""
 }
 
-// addresses adds that the address of one side, of which word is the name, is within a range.
-func (j *judgement) addresses(s side, word string, within netip.Prefix, invert bool) {
-	text := within.String()
-	if within.IsSingleIP() {
-		text = within.Addr().String()
-	}
-	text = map[plan.Family]string{plan.IPv4: "ip", plan.IPv6: "ip6"}[j.packet.family] + " " + word + " " + not(invert) + text
-	pods := j.packet.pods
-	switch ranged := !s.addr.IsValid() && word == "saddr" && pods.IsValid(); {
-	case ranged && (!pods.Overlaps(within) || within.Bits() <= pods.Bits()): // The same is true of each address that it may be.
-		j.holds(pods.Overlaps(within) != invert, text)
-		return
-	case !s.addr.IsValid():
-		j.unknown(text)
-		return
-	}
-	j.specific = j.specific || !j.packet.answer && word == "daddr" // Very many rules ask where a packet comes from.
-	j.holds(within.Contains(s.addr) != invert, text)
+// addresses adds that the address of the source, or of the destination, is within a range.
+func (j *judgement) addresses(dst bool, within netip.Prefix, invert bool) {
+	j.masked(j.packet.address(dst), maskOf(within), within.Addr().AsSlice(), invert)
 }
 
 // first adds that the connection's first packet went to a destination for which is holds.
@@ -143,9 +127,9 @@ func (j *judgement) firstTo(within netip.Prefix, invert bool) {
 }
 
 // firstToPort adds that the connection's first packet went to a port.
-func (j *judgement) firstToPort(ports portRange, invert bool) {
-	j.first(func(a netip.AddrPort) match { return matches(ports[0] <= a.Port() && a.Port() <= ports[1]) }, invert,
-		fmt.Sprintf("ct original proto-dst %s%s", not(invert), ports))
+func (j *judgement) firstToPort(ports plan.PortRange, invert bool) {
+	j.first(func(a netip.AddrPort) match { return matches(ports.Contains(a.Port())) }, invert,
+		fmt.Sprintf("ct original proto-dst %s%s", not(invert), portsText(ports)))
 }
 
 func matches(is bool) match {
@@ -192,24 +176,15 @@ func (j *judgement) inState(mask uint16, invert bool) {
 	j.depends(m, invert, "")
 }
 
-// tcpFlags are the flags of a packet of TCP: the first one of a connection has SYN alone. Those of answers are not known, as they are several.
-func (p *packet) tcpFlags() (flags byte, known bool) {
-	return flagSYN, p.protocol == unix.IPPROTO_TCP && !p.answer
-}
-
-const flagSYN = 1 << 1
-
-// inFlags adds that of some flags of TCP, those and no others are set.
-func (j *judgement) inFlags(mask, set byte, invert bool) {
-	m := maybe
-	if flags, known := j.packet.tcpFlags(); known {
-		m = matches(flags&mask == set)
+// tcpFlags is the register with the flags of a packet of TCP: the first one of a connection has SYN alone. Those of answers are not known, as they
+// are several.
+func (p *packet) tcpFlags() register {
+	reg := register{name: "tcp flags"}
+	if p.protocol == unix.IPPROTO_TCP && !p.answer {
+		const flagSYN = 1 << 1
+		reg.value = []byte{flagSYN}
 	}
-	op := "=="
-	if invert {
-		op = "!="
-	}
-	j.depends(m, invert, fmt.Sprintf("tcp flags & %#x %s %#x", mask, op, set))
+	return reg
 }
 
 // The type and code of ICMP that say a packet was too long (RFC 1191), and the type that stands for any in rules of iptables.
@@ -255,4 +230,45 @@ func (j *judgement) toType(mask uint16, invert bool) {
 		text = ""
 	}
 	j.depends(m, invert, text)
+}
+
+// target is a target of iptables with those of its options that matter.
+type target struct {
+	name    string
+	other   end        // what it does if it is none that is known
+	notrack bool       // of CT
+	port    uint16     // to which REDIRECT leads
+	addr    netip.Addr // to which SNAT or DNAT translates, if that is a single one
+	// MARK clears some bits of the mark, and then inverts others, or it is not known which.
+	clears, inverts uint32
+	forgets         bool
+	restores        uint32 // the bits of the mark that CONNMARK takes from the connection's
+}
+
+// translating are targets of iptables that translate an address.
+var translating = []string{"SNAT", "DNAT", "MASQUERADE", "REDIRECT", "NETMAP"}
+
+// nonTerminal are other targets of iptables behind which a packet goes on, and no known bits of its mark change.
+var nonTerminal = strings.Fields("LOG NFLOG ULOG CONNMARK CT TCPMSS TRACE DSCP TOS TTL HL CLASSIFY SET AUDIT CHECKSUM")
+
+// target adds what a target of iptables does.
+func (j *judgement) target(t target) {
+	j.restores = t.restores
+	j.clamps = j.clamps || t.name == "TCPMSS"
+	switch {
+	case t.name == "NOTRACK", t.notrack:
+		j.ends = []end{{verdict: notrack}}
+	case slices.Contains([]string{"DROP", "REJECT", "ACCEPT", "RETURN"}, t.name):
+		j.ends = []end{{verdict: strings.ToLower(t.name)}}
+	case slices.Contains([]string{"NFQUEUE", "TPROXY", "SYNPROXY"}, t.name):
+		j.ends = []end{{verdict: "accept"}}
+	case slices.Contains(translating, t.name):
+		j.ends = []end{{verdict: translates, to: t.name, port: t.port, addr: t.addr}}
+	case t.forgets || t.restores != 0:
+		j.setMark(j.packet.mark.forget(cmp.Or(t.restores, unmarked.known)))
+	case t.name == "MARK":
+		j.setMark(ofMark(j.packet.mark).masked(inRegister(^t.clears), inRegister(t.inverts)).mark())
+	case !slices.Contains(nonTerminal, t.name):
+		j.ends = []end{t.other}
+	}
 }

@@ -98,7 +98,7 @@ func slot(reg uint32) uint32 {
 func (r *reading) read(e expr.Any) {
 	switch e := e.(type) {
 	case *expr.Cmp:
-		r.compare(r.regs[slot(e.Register)], e)
+		r.compare(r.regs[slot(e.Register)], e.Op, e.Data)
 	case *expr.Range:
 		reg := r.regs[slot(e.Register)]
 		if last := reg.last(); last != nil && (bytes.Compare(reg.value, e.FromData) >= 0 && bytes.Compare(last, e.ToData) <= 0 || bytes.Compare(last, e.FromData) < 0 || bytes.Compare(reg.value, e.ToData) > 0) {
@@ -115,7 +115,7 @@ func (r *reading) read(e expr.Any) {
 	case *expr.Notrack:
 		r.ends = []end{{verdict: notrack}}
 	case *expr.Target:
-		r.target(e)
+		r.target(nativeTarget(e))
 	case *expr.Reject:
 		r.ends = []end{{verdict: "reject"}}
 	case *expr.NAT:
@@ -149,8 +149,7 @@ func (r *reading) read(e expr.Any) {
 		if reg := r.regs[slot(e.Register)]; !e.SourceRegister {
 			r.regs[slot(e.Register)] = r.meta(e)
 		} else if e.Key == expr.MetaKeyMARK {
-			m := reg.mark()
-			r.rule.mark = &m
+			r.setMark(reg.mark())
 		}
 	default:
 		if into, value, loads := r.load(e); loads {
@@ -162,31 +161,44 @@ func (r *reading) read(e expr.Any) {
 }
 
 // ask adds a question for the content of a register.
-func (r *reading) ask(reg register, is bool, text string) {
-	r.specific = r.specific || reg.specific
+func (j *judgement) ask(reg register, is bool, text string) {
+	j.specific = j.specific || reg.specific
 	if reg.value == nil || reg.only != nil {
 		if reg.name == "" {
 			text = ""
 		}
-		r.unknown(text)
+		j.unknown(text)
 		return
 	}
-	r.holds(is, text)
+	j.holds(is, text)
 }
 
-func (r *reading) compare(reg register, e *expr.Cmp) {
-	n := min(len(e.Data), len(reg.value))
+// compare adds a comparison of a register with data.
+func (j *judgement) compare(reg register, op expr.CmpOp, data []byte) {
+	n := min(len(data), len(reg.value))
 	for i := range reg.only { // What is known of it may be enough.
-		if i < n && (reg.value[i]^e.Data[i])&reg.only[i] != 0 && (e.Op == expr.CmpOpEq || e.Op == expr.CmpOpNeq) {
+		if i < n && (reg.value[i]^data[i])&reg.only[i] != 0 && (op == expr.CmpOpEq || op == expr.CmpOpNeq) {
 			reg.only = nil
 			break
 		}
 	}
-	is := compared(e.Op, bytes.Compare(reg.value[:n], e.Data[:n]))
-	if last := reg.last(); last != nil && e.Op != expr.CmpOpEq && e.Op != expr.CmpOpNeq && compared(e.Op, bytes.Compare(last[:n], e.Data[:n])) == is {
+	is := compared(op, bytes.Compare(reg.value[:n], data[:n]))
+	if last := reg.last(); last != nil && op != expr.CmpOpEq && op != expr.CmpOpNeq && compared(op, bytes.Compare(last[:n], data[:n])) == is {
 		reg.only = nil // It holds for the least and for the greatest value, or for neither.
 	}
-	r.ask(reg, is, reg.text(e.Op, e.Data))
+	j.ask(reg, is, reg.text(op, data))
+}
+
+// masked adds that some bits of a register have a value, as rules of iptables ask; a mask of all bits is not shown.
+func (j *judgement) masked(reg register, mask, value []byte, invert bool) {
+	if !isWhole(mask) {
+		reg = reg.masked(mask, make([]byte, len(mask)))
+	}
+	op := expr.CmpOpEq
+	if invert {
+		op = expr.CmpOpNeq
+	}
+	j.compare(reg, op, value)
 }
 
 // lookup judges a question for a set, or follows a map.
@@ -253,38 +265,25 @@ func padded(value []byte) []byte {
 	return append(slices.Clone(value), make([]byte, (4-len(value)%4)%4)...)
 }
 
-// target judges a target of iptables.
-func (r *reading) target(e *expr.Target) {
+// nativeTarget reads a target of iptables. Those that lead to other chains, or drop, are verdicts in this variant.
+func nativeTarget(e *expr.Target) target {
 	const flagNotrack = 1 // of struct xt_ct_target_info, which begins with its flags
+	t := target{name: e.Name, other: end{verdict: "accept"}, forgets: e.Name == "MARK"}
 	info, _ := e.Info.(*xt.Unknown)
 	switch {
-	case e.Name == "REJECT":
-		r.ends = []end{{verdict: "reject"}}
-	case e.Name == "NOTRACK", e.Name == "CT" && info != nil && len(*info) >= 2 && binary.NativeEndian.Uint16(*info)&flagNotrack != 0:
-		r.ends = []end{{verdict: notrack}}
-	case translating[e.Name]:
-		to := end{verdict: translates, to: e.Name}
-		port, addr := natRange(e.Info)
-		switch e.Name {
-		case "REDIRECT":
-			to.port = port
-		case "SNAT", "DNAT":
-			to.addr = addr
-		}
-		r.ends = []end{to}
-	case e.Name == "MARK" && info != nil && len(*info) == 8: // struct xt_mark_tginfo2: the mark, and the mask
-		r.setMark(binary.NativeEndian.Uint32(*info), binary.NativeEndian.Uint32((*info)[4:]))
-	case e.Name == "MARK":
-		r.forgetMark(unmarked.known)
-	case e.Name == "CONNMARK" && info != nil:
-		if bits := restored(e.Rev, *info); bits != 0 {
-			r.restoreMark(bits)
-		}
-	case e.Name == "TCPMSS":
-		r.clamps = true
-	case !nonTerminal[e.Name]:
-		r.ends = []end{{verdict: "accept"}}
+	case e.Name == "REDIRECT":
+		t.port, _ = natRange(e.Info)
+	case e.Name == "SNAT", e.Name == "DNAT":
+		_, t.addr = natRange(e.Info)
+	case info == nil:
+	case e.Name == "CT":
+		t.notrack = len(*info) >= 2 && binary.NativeEndian.Uint16(*info)&flagNotrack != 0
+	case e.Name == "MARK" && len(*info) == 8: // struct xt_mark_tginfo2: the mark, and the mask
+		t.inverts, t.clears, t.forgets = binary.NativeEndian.Uint32(*info), binary.NativeEndian.Uint32((*info)[4:]), false
+	case e.Name == "CONNMARK":
+		t.restores = restored(e.Rev, *info)
 	}
+	return t
 }
 
 // restored returns the bits of the packet's mark that the target CONNMARK takes from that of the connection, by struct xt_connmark_tginfo1 or 2.
@@ -332,7 +331,7 @@ func (r *reading) load(e expr.Any) (into uint32, value register, loads bool) {
 	case *expr.Payload:
 		return e.DestRegister, r.payload(e), true
 	case *expr.Bitwise:
-		return e.DestRegister, r.regs[slot(e.SourceRegister)].masked(e), true
+		return e.DestRegister, r.regs[slot(e.SourceRegister)].masked(e.Mask, e.Xor), true
 	case *expr.Ct:
 		return e.Register, r.ct(e), true
 	case *expr.Fib:
@@ -423,60 +422,79 @@ func (r *reading) fib(e *expr.Fib) register {
 
 // payload returns the bytes of the packet that an expression loads.
 func (r *reading) payload(e *expr.Payload) register {
-	protocolAt, srcAt, dstAt, name := uint32(9), uint32(12), uint32(16), "ip"
+	protocolAt, srcAt, dstAt, size := uint32(9), uint32(12), uint32(16), uint32(4)
 	if r.packet.family == plan.IPv6 {
-		protocolAt, srcAt, dstAt, name = 6, 8, 24, "ip6"
+		protocolAt, srcAt, dstAt, size = 6, 8, 24, 16
 	}
-	part := func(of []byte, at uint32) []byte {
-		if e.Offset < at || e.Offset+e.Len > at+uint32(len(of)) {
+	const typeAt, flagsAt = 12, 13 // in the header of Ethernet, and of TCP
+	switch {
+	case e.Base == expr.PayloadBaseNetworkHeader && e.Offset >= srcAt && e.Offset < dstAt:
+		return r.packet.address(false).part(e, srcAt)
+	case e.Base == expr.PayloadBaseNetworkHeader && e.Offset >= dstAt && e.Offset < dstAt+size:
+		return r.packet.address(true).part(e, dstAt)
+	case e.Base == expr.PayloadBaseLLHeader && e.Offset == typeAt && e.Len == 2:
+		return register{value: r.packet.etherType()}
+	case e.Base == expr.PayloadBaseNetworkHeader && e.Offset == protocolAt && e.Len == 1:
+		return register{value: []byte{r.packet.protocol}, name: r.packet.header() + " protocol"}
+	case e.Base == expr.PayloadBaseTransportHeader && r.packet.icmp && e.Offset < 2 && e.Offset+e.Len <= 2:
+		return register{value: []byte{icmpUnreachable, icmpTooLong}[e.Offset : e.Offset+e.Len], name: "icmp " + []string{"type", "code"}[e.Offset]}
+	case e.Base == expr.PayloadBaseTransportHeader && r.packet.icmp:
+	case e.Base == expr.PayloadBaseTransportHeader && e.Offset == flagsAt && e.Len == 1:
+		return r.packet.tcpFlags()
+	case e.Base == expr.PayloadBaseTransportHeader && e.Offset <= 2 && e.Offset%2 == 0 && e.Len == 2:
+		s, word := r.packet.src, " sport"
+		if e.Offset == 2 {
+			s, word = r.packet.dst, " dport"
+		}
+		reg := register{name: protocolName(r.packet.protocol) + word}
+		if s.known {
+			reg.value, reg.specific = binary.BigEndian.AppendUint16(nil, s.port), true
+		}
+		return reg
+	}
+	return register{}
+}
+
+// header is the name of the packet's family in the language of nft.
+func (p *packet) header() string { return nft.FamilyName(p.family) }
+
+// address is the register with the address of the source, or of the destination.
+func (p *packet) address(dst bool) register {
+	s, reg := p.src, register{name: p.header() + " saddr"}
+	if dst {
+		s, reg.name = p.dst, p.header()+" daddr"
+	}
+	switch {
+	case s.addr.IsValid():
+		reg.value, reg.specific = s.addr.AsSlice(), dst && !p.answer // Very many rules ask where a packet comes from.
+	case !dst && p.pods.IsValid():
+		reg.value, reg.only = p.pods.Addr().AsSlice(), maskOf(p.pods)
+	}
+	return reg.whole()
+}
+
+// part is what an expression loads of a register, whose value begins at an offset.
+func (r register) part(e *expr.Payload, at uint32) register {
+	cut := func(of []byte) []byte {
+		if e.Offset+e.Len > at+uint32(len(of)) {
 			return nil
 		}
 		return of[e.Offset-at : e.Offset-at+e.Len]
 	}
-	if e.Base == expr.PayloadBaseNetworkHeader && e.Offset >= srcAt {
-		s, at, word := r.packet.src, srcAt, " saddr"
-		if e.Offset >= dstAt {
-			s, at, word = r.packet.dst, dstAt, " daddr"
-		}
-		switch {
-		case e.Offset >= at+uint32(r.packet.family.Bits()/8):
-			return register{}
-		case !s.addr.IsValid() && word == " saddr" && r.packet.pods.IsValid():
-			return register{value: part(r.packet.pods.Addr().AsSlice(), at), name: name + word}.knownTo(part(maskOf(r.packet.pods), at))
-		case !s.addr.IsValid():
-			return register{name: name + word}
-		}
-		return register{value: part(s.addr.AsSlice(), at), name: name + word, specific: !r.packet.answer && word == " daddr"}
+	r.value, r.only = cut(r.value), cut(r.only)
+	return r.whole()
+}
+
+// whole is the register with nothing to say that all of it is known.
+func (r register) whole() register {
+	if isWhole(r.only) {
+		r.only = nil
 	}
-	const typeAt = 12 // in the header of Ethernet
-	switch {
-	case e.Base == expr.PayloadBaseLLHeader && e.Offset == typeAt && e.Len == 2:
-		return register{value: r.packet.etherType()}
-	case e.Base == expr.PayloadBaseNetworkHeader && e.Offset == protocolAt && e.Len == 1:
-		return register{value: []byte{r.packet.protocol}, name: name + " protocol"}
-	case e.Base == expr.PayloadBaseTransportHeader && r.packet.icmp && e.Offset < 2 && e.Offset+e.Len <= 2:
-		return register{value: []byte{icmpUnreachable, icmpTooLong}[e.Offset : e.Offset+e.Len], name: "icmp " + []string{"type", "code"}[e.Offset]}
-	case e.Base == expr.PayloadBaseTransportHeader && r.packet.icmp:
-	case e.Base == expr.PayloadBaseTransportHeader && e.Offset == 13 && e.Len == 1:
-		reg := register{name: "tcp flags"}
-		if flags, known := r.packet.tcpFlags(); known {
-			reg.value = []byte{flags}
-		}
-		return reg
-	case e.Base == expr.PayloadBaseTransportHeader:
-		s, at, word := r.packet.src, uint32(0), " sport"
-		if e.Offset >= 2 {
-			s, at, word = r.packet.dst, 2, " dport"
-		}
-		if v := part([]byte{byte(s.port >> 8), byte(s.port)}, at); len(v) == 2 {
-			reg := register{name: protocolName(r.packet.protocol) + word}
-			if s.known {
-				reg.value, reg.specific = v, true
-			}
-			return reg
-		}
-	}
-	return register{}
+	return r
+}
+
+func isWhole(mask []byte) bool {
+	return !slices.ContainsFunc(mask, func(b byte) bool { return b != 0xff })
 }
 
 // last is the greatest value that a register of which some bits are known may have; nil for others. The least is its value.
@@ -491,30 +509,22 @@ func (r register) last() []byte {
 	return out
 }
 
-// knownTo is the register of which only some bits are known.
-func (r register) knownTo(bits []byte) register {
-	if slices.ContainsFunc(bits, func(b byte) bool { return b != 0xff }) {
-		r.only = bits
-	}
-	return r
-}
-
 // maskOf is the mask of a range.
 func maskOf(p netip.Prefix) []byte { return net.CIDRMask(p.Bits(), p.Addr().BitLen()) }
 
 // extension judges a match of iptables.
 func (r *reading) extension(e *expr.Match) {
-	all := portRange{0, 0xffff}
 	protocolPorts := func(src, dst [2]uint16, plain bool) {
 		if !plain {
 			r.unknown("")
 			return
 		}
-		if portRange(src) != all {
-			r.ports(r.packet.src, "sport", []portRange{src}, false)
+		all := [2]uint16{0, 0xffff}
+		if src != all {
+			r.ports(r.packet.src, "sport", []plan.PortRange{{First: src[0], Last: src[1]}}, false)
 		}
-		if portRange(dst) != all {
-			r.ports(r.packet.dst, "dport", []portRange{dst}, false)
+		if dst != all {
+			r.ports(r.packet.dst, "dport", []plan.PortRange{{First: dst[0], Last: dst[1]}}, false)
 		}
 	}
 	switch info := e.Info.(type) {
@@ -523,7 +533,7 @@ func (r *reading) extension(e *expr.Match) {
 		const invertFlags = 1 << 2
 		protocolPorts(info.SrcPorts, info.DstPorts, info.InvFlags&^invertFlags == 0 && info.Option == 0)
 		if info.FlagsMask != 0 {
-			r.inFlags(info.FlagsMask, info.FlagsCmp, info.InvFlags&invertFlags != 0)
+			r.masked(r.packet.tcpFlags(), []byte{info.FlagsMask}, []byte{info.FlagsCmp}, info.InvFlags&invertFlags != 0)
 		}
 	case *xt.Udp:
 		protocolPorts(info.SrcPorts, info.DstPorts, info.InvFlags == 0)
@@ -578,7 +588,7 @@ func (r *reading) conntrack(info *xt.ConntrackMtinfo3) {
 		}
 	}
 	if info.MatchFlags&askFirstPort != 0 {
-		r.firstToPort(portRange{info.OrigDstPort, max(info.OrigDstPort, info.OrigDstPortHigh)}, inverted(askFirstPort))
+		r.firstToPort(plan.PortRange{First: info.OrigDstPort, Last: max(info.OrigDstPort, info.OrigDstPortHigh)}, inverted(askFirstPort))
 	}
 }
 
@@ -620,14 +630,14 @@ func (r *reading) multiport(info []byte) {
 	if info[0] == source {
 		s, word = r.packet.src, "sport"
 	}
-	var list []portRange
+	var list []plan.PortRange
 	for i := 0; i < int(info[1]); i++ {
 		port := func(i int) uint16 { return binary.NativeEndian.Uint16(info[2+2*i:]) }
 		from := port(i)
 		if begins := info[2+2*most+i] != 0; begins && i+1 < int(info[1]) {
 			i++
 		}
-		list = append(list, portRange{from, port(i)})
+		list = append(list, plan.PortRange{First: from, Last: port(i)})
 	}
 	r.ports(s, word, list, info[2+3*most] != 0)
 }
@@ -643,31 +653,27 @@ func protocolName(number byte) string {
 }
 
 // masked is what a bitwise operation makes of a register.
-func (r register) masked(e *expr.Bitwise) register {
-	const all = 0xff
+func (r register) masked(mask, xor []byte) register {
 	if r.specific || strings.HasSuffix(r.name, "addr") || strings.HasSuffix(r.name, "flags") || r.name == nameOfMark {
-		r.mask = e.Mask
+		r.mask = mask
 	}
-	if len(e.Mask) == 4 && r.about != 0 {
-		r.about &= binary.NativeEndian.Uint32(e.Mask)
+	if len(mask) == 4 && r.about != 0 {
+		r.about &= binary.NativeEndian.Uint32(mask)
 		r.specific = r.about != 0
 	}
-	if r.value == nil || len(r.value) != len(e.Mask) || len(r.value) != len(e.Xor) {
+	if r.value == nil || len(r.value) != len(mask) || len(r.value) != len(xor) {
 		r.value = nil
 		return r
 	}
-	value, only, whole := make([]byte, len(r.value)), make([]byte, len(r.value)), true
+	value, only := make([]byte, len(r.value)), make([]byte, len(r.value))
 	for i := range value {
-		if only[i] = all; r.only != nil {
-			only[i] = r.only[i] | ^e.Mask[i] // What is cleared is known.
+		if only[i] = 0xff; r.only != nil {
+			only[i] = r.only[i] | ^mask[i] // What is cleared is known.
 		}
-		value[i] = (r.value[i]&e.Mask[i] ^ e.Xor[i]) & only[i]
-		whole = whole && only[i] == all
+		value[i] = (r.value[i]&mask[i] ^ xor[i]) & only[i]
 	}
-	if r.value, r.only = value, only; whole {
-		r.only = nil
-	}
-	return r
+	r.value, r.only = value, only
+	return r.whole()
 }
 
 // sentence joins the words of a rule.
@@ -684,15 +690,6 @@ func sentence(words []string) string {
 var verdicts = map[expr.VerdictKind]string{
 	expr.VerdictDrop: "drop", expr.VerdictAccept: "accept", expr.VerdictReturn: "return", expr.VerdictJump: "jump", expr.VerdictGoto: "goto",
 	expr.VerdictQueue: "accept", expr.VerdictStolen: "accept", expr.VerdictStop: "accept",
-}
-
-// translating are targets of iptables that translate an address.
-var translating = map[string]bool{"SNAT": true, "DNAT": true, "MASQUERADE": true, "REDIRECT": true, "NETMAP": true}
-
-// nonTerminal are targets of iptables behind which a packet goes on.
-var nonTerminal = map[string]bool{
-	"LOG": true, "NFLOG": true, "ULOG": true, "MARK": true, "CONNMARK": true, "CT": true, "TCPMSS": true, "TRACE": true, "DSCP": true,
-	"TOS": true, "TTL": true, "HL": true, "CLASSIFY": true, "SET": true, "AUDIT": true, "CHECKSUM": true, "NOTRACK": true,
 }
 
 func compared(op expr.CmpOp, order int) bool {

@@ -44,8 +44,9 @@ type packet struct {
 	dnat  match
 	// in and out are the interfaces by which it comes and leaves; "" where that is not known.
 	in, out string
-	// check is true for what asks for the health of a Service, and nat where it is the translation that is looked at.
-	check, nat bool
+	// check is true for what asks for the health of a Service, nat where it is the translation that is looked at, and sources where it is which source
+	// it gets.
+	check, nat, sources bool
 	// remarked is true where a change of the mark has it not be masqueraded.
 	remarked bool
 	// icmp is true for an error that says a packet was too long.
@@ -317,7 +318,7 @@ func fromPods(ports []*plan.ServicePort, b nft.BaseChain, n Node) (out []packet)
 		for _, ep := range sp.All()[:min(len(sp.All()), mostEndpoints)] {
 			if a := ep.Addr.Addr(); !n.Local(a) {
 				out = append(out, packet{what: "endpoint " + ep.Addr.String(), from: "Pods of this node", key: sp.Key, family: f, protocol: netlink.Protocol(sp.Key.Protocol),
-					pods: pods, dst: side{a, ep.Addr.Port(), true}, here: no, dnat: yes, out: n.by(a), nat: true, masqueraded: no})
+					pods: pods, dst: side{a, ep.Addr.Port(), true}, here: no, dnat: yes, out: n.by(a), nat: true, sources: true, masqueraded: no})
 			}
 		}
 	}

@@ -63,8 +63,6 @@ type walk struct {
 	found  map[string]bool
 	// beside is true in a chain for translation that leads to this program's.
 	beside bool
-	// sources is true where it is looked at which source packets get.
-	sources bool
 	// even is true in one for translation that the kernel may call before this program's or after them.
 	even bool
 	// clamps is set once a rule may limit how long packets of TCP are.
@@ -84,7 +82,14 @@ type state struct {
 	ended                    bool
 }
 
+// walk begins a walk of a packet through a base chain.
+func (s *search) walk(b base, p packet) *walk {
+	p.mark = s.begin(&p, b.Hook)
+	return &walk{search: s, rules: b.rules, packet: p, found: map[string]bool{}, known: map[state]state{}}
+}
+
 func (w *walk) report(chain nft.ChainID, number int, b reality.Blocking) {
+	b.Rule = strings.TrimSpace(b.Rule)
 	b.Place, b.What, b.Answers, b.ICMP = chain.String(), w.packet.what, w.packet.answer && !w.packet.icmp, w.packet.icmp
 	if w.rules.variant() == legacyVariant {
 		b.Place += ", of iptables-legacy"
@@ -193,9 +198,9 @@ func (w *walk) unmark(id nft.ChainID, r rule, before mark, certain bool) {
 	}
 	switch cleared := r.mark.known&own != 0 && r.mark.value&own == 0; {
 	case cleared && certain:
-		w.report(id, r.number, reality.Blocking{Rule: strings.TrimSpace(r.text + " meta mark set"), Certain: !w.accepted, Unmarked: true})
+		w.report(id, r.number, reality.Blocking{Rule: r.text + " meta mark set", Certain: !w.accepted, Unmarked: true})
 	case r.restores&own != 0 && certain:
-		w.report(id, r.number, reality.Blocking{Rule: strings.TrimSpace(r.text + " meta mark set ct mark"), Unmarked: true})
+		w.report(id, r.number, reality.Blocking{Rule: r.text + " meta mark set ct mark", Unmarked: true})
 	}
 }
 
@@ -206,14 +211,14 @@ func (w *walk) end(v *visit, r rule, e end, certain bool) (ended, goes bool, err
 	case "drop", "reject":
 		last := v.depth == 0 && r.text == "" // as a policy is
 		if certain || about || last {
-			w.report(v.id, r.number, reality.Blocking{Rule: strings.TrimSpace(r.text + " " + e.verdict), Certain: certain && !w.accepted})
+			w.report(v.id, r.number, reality.Blocking{Rule: r.text + " " + e.verdict, Certain: certain && !w.accepted})
 		}
 		return certain, !certain, nil
 	case notrack:
 		if w.packet.untracked && (certain || about) {
 			own := w.packet.here == yes && w.packet.dst.addr.IsValid() // A program of this node may answer there.
 			certain := certain && !w.accepted && !own && !w.node.IPVS  // IPVS translates some of it.
-			w.report(v.id, r.number, reality.Blocking{Rule: strings.TrimSpace(r.text + " " + e.verdict), Certain: certain, Untracked: true})
+			w.report(v.id, r.number, reality.Blocking{Rule: r.text + " " + e.verdict, Certain: certain, Untracked: true})
 		}
 		v.behind.add(w.packet.mark)
 	case "accept", translates:
@@ -278,10 +283,10 @@ func (w *walk) applyNAT(v *visit, r rule, certain bool) (ended, goes bool, err e
 		decides := w.beside && (e.verdict == "accept" || e.verdict == "return" && v.depth == 0)
 		ours := (e.verdict == "jump" || e.verdict == "goto") && w.ours(w.rules, to)
 		switch {
-		case w.sources && ours: // It masquerades nothing of this.
-		case w.sources && e.verdict == translates:
+		case w.packet.sources && ours: // It masquerades nothing of this.
+		case w.packet.sources && e.verdict == translates:
 			if certain && e.addr.IsValid() && !w.node.Local(e.addr) {
-				w.report(v.id, r.number, reality.Blocking{Rule: strings.TrimSpace(fmt.Sprintf("%s %s to %s", r.text, e.to, e.addr)), Certain: w.node.Near != nil && w.node.Near(e.addr), Missing: true, Toward: e.addr})
+				w.report(v.id, r.number, reality.Blocking{Rule: fmt.Sprintf("%s %s to %s", r.text, e.to, e.addr), Certain: w.node.Near != nil && w.node.Near(e.addr), Missing: true, Toward: e.addr})
 			}
 			if certain {
 				return true, false, nil
@@ -290,7 +295,7 @@ func (w *walk) applyNAT(v *visit, r rule, certain bool) (ended, goes bool, err e
 			return true, false, nil
 		case decides || e.verdict == translates:
 			if certain {
-				text := strings.TrimSpace(r.text + " " + cmp.Or(e.to, e.verdict))
+				text := r.text + " " + cmp.Or(e.to, e.verdict)
 				if e.addr.IsValid() {
 					text += " to " + e.addr.String()
 				}

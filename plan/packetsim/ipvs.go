@@ -1,7 +1,6 @@
 package packetsim
 
 import (
-	"fmt"
 	"net/netip"
 	"slices"
 )
@@ -13,16 +12,21 @@ type ServerKey struct {
 	Addr     netip.AddrPort
 }
 
+// Text is what names a virtual server or a real server in an Outcome's Steps.
+type Text string
+
+func (t Text) String() string { return string(t) }
+
 // Server is a virtual server of IPVS.
 type Server struct {
-	Origin      fmt.Stringer // what names it in an Outcome's Rules
+	Text        Text
 	Scheduler   string
 	RealServers []RealServer
 }
 
 // RealServer is a real server. One with weight 0 gets no new connections.
 type RealServer struct {
-	Origin fmt.Stringer
+	Text   Text
 	Addr   netip.AddrPort // port 0 keeps the packet's
 	Weight int
 }
@@ -62,7 +66,7 @@ func (m *Machine) schedule(w way) []way {
 	if s == nil {
 		return []way{w}
 	}
-	w.rules = &step{Step{Hook: w.Hook, Table: "ipvs", Rule: s.Origin}, w.rules}
+	w.rules = &step{Step{Hook: w.Hook, Table: "ipvs", Rule: s.Text}, w.rules}
 	total := 0
 	for _, r := range s.RealServers {
 		total += s.share(r)
@@ -78,7 +82,7 @@ func (m *Machine) schedule(w way) []way {
 		}
 		to := w
 		to.probability *= float64(s.share(r)) / float64(total)
-		to.rules = &step{Step{Hook: w.Hook, Table: "ipvs", Rule: r.Origin}, to.rules}
+		to.rules = &step{Step{Hook: w.Hook, Table: "ipvs", Rule: r.Text}, to.rules}
 		to.send(r.Addr)
 		out = append(out, to)
 	}

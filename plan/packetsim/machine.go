@@ -5,8 +5,8 @@
 // probability.
 //
 // The package knows no syntax: a Machine is data. A front end makes Rules of one kind of rules, such as those of iptables, and attaches
-// their chains to hooks; package restore has front ends for the texts that programs such as iptables-restore and ipset read. What a
-// front end does not know has to be an error as soon as a packet meets it, never a guess.
+// their chains to hooks; package restore is the one for texts of iptables. What a front end does not know has to be an error, as soon as a packet
+// meets it at the latest, never a guess.
 //
 // IPVS behaves as with the sysctl net.ipv4.vs.conntrack set to 1; otherwise nothing that it sends could be masqueraded. Not
 // simulated are replies, persistence beyond a client's first connection, and limits of real servers.
@@ -14,9 +14,7 @@ package packetsim
 
 import (
 	"cmp"
-	"errors"
 	"fmt"
-	"maps"
 	"net/netip"
 	"slices"
 
@@ -35,20 +33,10 @@ type Machine struct {
 	Servers map[ServerKey]*Server
 	// Added are addresses and ranges that are local in addition to those of Node.Local.
 	Added map[netip.Prefix]bool
-	// Diverted are destinations whose packets have DivertMark when they are routed, if their address is not local. Such packets are
-	// delivered if the table that MarkTables has for the mark is one of TableRoutes.
-	Diverted    map[plan.Address]bool
-	DivertMark  uint32
-	MarkTables  map[uint32]string
-	TableRoutes map[TableRoute]bool
+	// Diverted are destinations whose packets are delivered although their address is not local.
+	Diverted map[plan.Address]bool
 
 	stations map[Hook][]station
-}
-
-// TableRoute is a local route to an address in a routing table other than local.
-type TableRoute struct {
-	Table string
-	Addr  netip.Addr
 }
 
 // Chain is a chain of rules.
@@ -66,8 +54,6 @@ type Rule interface {
 	// probabilities add up to less than 1, the packet otherwise goes on to the next rule as it is. Eval must not change p. The error
 	// says why that is not known.
 	Eval(p *Packet) ([]Effect, error)
-	// Unknown returns an error if the rule has a part that its front end does not know, so that Eval fails for some packets.
-	Unknown() error
 }
 
 // Effect is one thing that a rule may do with a packet.
@@ -104,8 +90,7 @@ type station struct {
 // New returns a machine without rules.
 func New(f plan.Family) *Machine {
 	m := &Machine{Family: f, Tables: map[string]map[string]*Chain{}, Sets: map[string]*Set{}, Servers: map[ServerKey]*Server{},
-		Added: map[netip.Prefix]bool{}, Diverted: map[plan.Address]bool{}, MarkTables: map[uint32]string{},
-		TableRoutes: map[TableRoute]bool{}, stations: map[Hook][]station{}}
+		Added: map[netip.Prefix]bool{}, Diverted: map[plan.Address]bool{}, stations: map[Hook][]station{}}
 	// IPVS looks at new connections right before what translates sources at INPUT, and right after what translates destinations at
 	// OUTPUT.
 	m.station(Input, station{priority: 98, table: "ipvs"})
@@ -127,22 +112,6 @@ func (m *Machine) Attach(table string, c *Chain, h Hook, priority int, nat bool)
 func (m *Machine) station(h Hook, s station) {
 	m.stations[h] = append(m.stations[h], s)
 	slices.SortStableFunc(m.stations[h], func(a, b station) int { return cmp.Compare(a.priority, b.priority) })
-}
-
-// Unknown returns an error that lists the rules with a part that their front end does not know. A packet that meets one of them can't
-// be traced.
-func (m *Machine) Unknown() error {
-	var errs []error
-	for _, table := range slices.Sorted(maps.Keys(m.Tables)) {
-		for _, name := range slices.Sorted(maps.Keys(m.Tables[table])) {
-			for _, r := range m.Tables[table][name].Rules {
-				if err := r.Unknown(); err != nil {
-					errs = append(errs, fmt.Errorf("table %s, %s: %w", table, r, err))
-				}
-			}
-		}
-	}
-	return errors.Join(errs...)
 }
 
 // IsAdded reports whether an address is one of Added, or in a range of it. A kernel with its usual settings takes no packet in whose

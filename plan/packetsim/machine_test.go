@@ -28,7 +28,6 @@ func to(dst netip.Addr, port uint16) plan.Packet {
 type testRule func(*packetsim.Packet) []packetsim.Effect
 
 func (r testRule) Eval(p *packetsim.Packet) ([]packetsim.Effect, error) { return r(p), nil }
-func (testRule) Unknown() error                                         { return nil }
 func (testRule) String() string                                         { return "a rule" }
 
 // dnat changes a packet's destination.

@@ -82,9 +82,7 @@ func (p *Packet) delivered() bool {
 	if p.Local(p.Dst) || p.Virtual.IsValid() {
 		return p.Local(p.Dst)
 	}
-	m := p.machine
-	return m.Diverted[plan.Address{Addr: p.Dst, Protocol: plan.Protocol(strings.ToUpper(p.Protocol)), Port: p.Port}] &&
-		m.TableRoutes[TableRoute{m.MarkTables[m.DivertMark], p.Dst}]
+	return p.machine.Diverted[plan.Address{Addr: p.Dst, Protocol: plan.Protocol(strings.ToUpper(p.Protocol)), Port: p.Port}]
 }
 
 // protocolNumbers are those of the IP header.

@@ -1,3 +1,5 @@
+// Package restore reads rules of iptables. IPTables adds a text for iptables-restore to a packetsim.Machine, and refuses what that program or
+// the kernel would refuse, and whatever this program's own rules do not consist of. Options and what parses their values read any rule.
 package restore
 
 import (
@@ -5,7 +7,6 @@ import (
 	"fmt"
 	"maps"
 	"slices"
-	"strconv"
 	"strings"
 
 	"nodeproxy/plan"
@@ -21,24 +22,49 @@ var builtin = map[string][]packetsim.Hook{
 	"security": {packetsim.Input, packetsim.Forward, packetsim.Output},
 }
 
-// priority returns the priority of a table's built-in chain, as netfilter has it.
-func priority(table string, h packetsim.Hook) int {
+// Priority returns the priority of the chain of a table that a hook calls, as netfilter has it.
+func Priority(table string, h packetsim.Hook) int {
 	if table == "nat" && (h == packetsim.Input || h == packetsim.PostRouting) {
 		return 100
 	}
 	return map[string]int{"raw": -300, "mangle": -150, "nat": -100, "filter": 0, "security": 50}[table]
 }
 
-// policies are those of built-in chains, and whether they drop.
-var policies = map[string]bool{"ACCEPT": false, "DROP": true}
+// origin is where a rule was found, and how it was written.
+type origin struct {
+	line int // from 1; 0 for none
+	text string
+}
+
+func (o origin) String() string {
+	if o.line == 0 {
+		return o.text
+	}
+	return fmt.Sprintf("line %d: %s", o.line, o.text)
+}
+
+// Text is how it was written.
+func (o origin) Text() string { return o.text }
+
+// Parse returns a machine that has nothing but the rules of a text for iptables-restore.
+func Parse(f plan.Family, text string) (*packetsim.Machine, error) {
+	m := packetsim.New(f)
+	return m, IPTables(m, text)
+}
 
 // IPTables adds a text as "iptables-restore --noflush" does: a chain that the text declares is emptied first, unless it is built in,
-// and everything that the text does not name stays. The error names the line. It stands for an error of iptables-restore or of the
-// kernel; lines before it, even of the same table, may have been added.
+// and everything that the text does not name stays. Of its commands, -A and -I are known. The error names the line. It stands for an error of
+// iptables-restore or of the kernel; lines before it, even of the same table, may have been added.
 func IPTables(m *packetsim.Machine, text string) error {
 	t := transaction{m: m}
-	if err := eachLine(m, "rules", text, t.line); err != nil {
-		return err
+	for i, line := range strings.Split(text, "\n") {
+		line = strings.TrimSpace(line)
+		if line == "" || line[0] == '#' {
+			continue
+		}
+		if err := t.line(origin{i + 1, line}); err != nil {
+			return fmt.Errorf("%s rules, line %d: %w: %.300s", m.Family, i+1, err, line)
+		}
 	}
 	if t.table != "" {
 		return fmt.Errorf("%s rules: table %s has no COMMIT", m.Family, t.table)
@@ -56,7 +82,7 @@ type transaction struct {
 func (t *transaction) line(o origin) error {
 	switch {
 	case o.text[0] == '*':
-		return t.begin(strings.TrimSpace(o.text[1:]))
+		return t.begin(o.text[1:])
 	case t.table == "":
 		return errors.New("it stands outside of any table")
 	case o.text == "COMMIT":
@@ -65,7 +91,30 @@ func (t *transaction) line(o origin) error {
 	case o.text[0] == ':':
 		return t.declare(o.text[1:])
 	}
-	return t.command(o)
+	command, rest, _ := strings.Cut(o.text, " ")
+	if command == "-4" || command == "-6" {
+		if (command == "-4") != (t.m.Family == plan.IPv4) {
+			return nil // It is for the other family, and passed over by iptables-restore too.
+		}
+		command, rest, _ = strings.Cut(rest, " ")
+	}
+	name, text, _ := strings.Cut(rest, " ")
+	c := t.chains[name]
+	if c == nil {
+		return fmt.Errorf("table %s has no chain %s", t.table, name)
+	}
+	r, err := parseRule(t.m, t.table, o, text)
+	switch {
+	case err != nil:
+		return err
+	case command == "-A":
+		c.Rules = append(c.Rules, r)
+	case command == "-I":
+		c.Rules = slices.Insert(c.Rules, 0, packetsim.Rule(r))
+	default:
+		return fmt.Errorf("command %s is not known", command)
+	}
+	return nil
 }
 
 // begin begins a table, which gets its built-in chains if it is new.
@@ -78,7 +127,7 @@ func (t *transaction) begin(table string) error {
 	}
 	if t.m.Tables[table] == nil {
 		for _, h := range builtin[table] {
-			t.m.Attach(table, &packetsim.Chain{Name: string(h)}, h, priority(table, h), table == "nat")
+			t.m.Attach(table, &packetsim.Chain{Name: string(h)}, h, Priority(table, h), table == "nat")
 		}
 	}
 	t.table, t.chains = table, t.m.Tables[table]
@@ -92,138 +141,21 @@ func (t *transaction) declare(line string) error {
 		return errors.New("a chain needs a policy, or - for none")
 	}
 	name, policy := words[0], words[1]
-	if len(name) > 28 {
+	switch c := t.chains[name]; {
+	case len(name) > 28:
 		return errors.New("a chain's name has at most 28 characters")
-	}
-	c := t.chains[name]
-	switch {
-	case c != nil && c.Base && policy == "-":
-	case c != nil && c.Base:
-		return setPolicy(c, policy)
-	case policy != "-":
+	case policy != "-" && (c == nil || !c.Base):
 		return errors.New("only built-in chains have a policy")
-	case c != nil:
-		c.Rules = nil
-	default:
-		t.chains[name] = &packetsim.Chain{Name: name}
-	}
-	return nil
-}
-
-func setPolicy(c *packetsim.Chain, policy string) error {
-	drop, known := policies[policy]
-	if !known {
+	case policy != "-" && policy != "ACCEPT" && policy != "DROP":
 		return fmt.Errorf("%s is no policy", policy)
-	}
-	c.Drop = drop
-	return nil
-}
-
-// command reads a line as iptables itself takes it, perhaps behind counters.
-func (t *transaction) command(o origin) error {
-	words, err := Words(o.text)
-	if err != nil {
-		return err
-	}
-	if strings.HasPrefix(words[0], "[") {
-		words = words[1:]
-	}
-	if len(words) > 0 && (words[0] == "-4" || words[0] == "-6") {
-		if (words[0] == "-4") != (t.m.Family == plan.IPv4) {
-			return nil // It is for the other family, and passed over by iptables-restore too.
-		}
-		words = words[1:]
-	}
-	if len(words) < 2 {
-		return errors.New("a command needs a chain")
-	}
-	command, name, words := words[0], words[1], words[2:]
-	c := t.chains[name]
-	if command == "-N" || command == "--new-chain" {
-		if c != nil {
-			return errors.New("the chain exists")
-		}
+	case policy != "-":
+		c.Drop = policy == "DROP"
+	case c == nil:
 		t.chains[name] = &packetsim.Chain{Name: name}
-		return nil
-	}
-	if c == nil {
-		return fmt.Errorf("table %s has no chain %s", t.table, name)
-	}
-	switch command {
-	case "-F", "--flush":
+	case !c.Base:
 		c.Rules = nil
-	case "-X", "--delete-chain":
-		return t.deleteChain(c)
-	case "-P", "--policy":
-		if !c.Base || len(words) != 1 {
-			return errors.New("it sets no policy of a built-in chain")
-		}
-		return setPolicy(c, words[0])
-	case "-A", "--append":
-		return t.insert(c, len(c.Rules), o, words)
-	case "-I", "--insert":
-		at, words := position(words)
-		return t.insert(c, max(at, 1)-1, o, words)
-	case "-D", "--delete":
-		return deleteRule(c, words)
-	default:
-		return fmt.Errorf("command %s is not known", command)
 	}
 	return nil
-}
-
-func (t *transaction) deleteChain(c *packetsim.Chain) error {
-	switch {
-	case c.Base:
-		return errors.New("a built-in chain can't be deleted")
-	case len(c.Rules) > 0:
-		return errors.New("the chain still has rules")
-	}
-	for _, other := range t.chains {
-		for r := range rules(other) {
-			if r.jump == c.Name {
-				return fmt.Errorf("the chain is still in use by %s", r)
-			}
-		}
-	}
-	delete(t.chains, c.Name)
-	return nil
-}
-
-// insert adds the rule of a line, whose words behind the chain are given.
-func (t *transaction) insert(c *packetsim.Chain, at int, o origin, words []string) error {
-	if at > len(c.Rules) {
-		return fmt.Errorf("chain %s has only %d rules", c.Name, len(c.Rules))
-	}
-	r, err := parseRule(t.m, t.table, o, words)
-	if err != nil {
-		return err
-	}
-	c.Rules = slices.Insert(c.Rules, at, packetsim.Rule(r))
-	return nil
-}
-
-// deleteRule deletes a rule by its position or its words.
-func deleteRule(c *packetsim.Chain, words []string) error {
-	at, words := position(words)
-	if at == 0 {
-		at = 1 + slices.IndexFunc(c.Rules, func(r packetsim.Rule) bool { return slices.Equal(r.(*rule).words, words) })
-	}
-	if at < 1 || at > len(c.Rules) {
-		return errors.New("there is no such rule to delete")
-	}
-	c.Rules = slices.Delete(c.Rules, at-1, at)
-	return nil
-}
-
-// position takes a rule's number off the words; 0 where there is none.
-func position(words []string) (int, []string) {
-	if len(words) > 0 {
-		if n, err := strconv.Atoi(words[0]); err == nil && n > 0 {
-			return n, words[1:]
-		}
-	}
-	return 0, words
 }
 
 // verify checks what the kernel checks when a table is committed: that jumps lead to chains, and nowhere in circles.
@@ -260,6 +192,45 @@ func verify(chains map[string]*packetsim.Chain) error {
 		if err := visit(chains[name]); err != nil {
 			return err
 		}
+	}
+	return nil
+}
+
+// Lazy returns a machine with tables of iptables of which a chain is read when a packet gets there. chain returns the rules of a chain,
+// as iptables-save prints them behind "-A CHAIN"; false if there is no such chain. Whether all chains exist is not checked before.
+func Lazy(f plan.Family, tables []string, chain func(table, name string) ([]string, bool)) (*packetsim.Machine, error) {
+	m := packetsim.New(f)
+	m.Load = func(table, name string) (*packetsim.Chain, error) {
+		rules, exists := chain(table, name)
+		if !exists {
+			return nil, nil
+		}
+		c := &packetsim.Chain{Name: name}
+		return c, appendRules(m, table, c, rules)
+	}
+	for _, table := range tables {
+		t := transaction{m: m}
+		if err := t.begin(table); err != nil {
+			return nil, err
+		}
+		for _, h := range builtin[table] {
+			rules, _ := chain(table, string(h))
+			if err := appendRules(m, table, t.chains[string(h)], rules); err != nil {
+				return nil, err
+			}
+		}
+	}
+	return m, nil
+}
+
+func appendRules(m *packetsim.Machine, table string, c *packetsim.Chain, rules []string) error {
+	for _, text := range rules {
+		o := origin{text: "-A " + c.Name + " " + text}
+		r, err := parseRule(m, table, o, text)
+		if err != nil {
+			return fmt.Errorf("%s: %w", o, err)
+		}
+		c.Rules = append(c.Rules, r)
 	}
 	return nil
 }

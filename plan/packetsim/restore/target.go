@@ -11,243 +11,159 @@ import (
 	"nodeproxy/plan/packetsim"
 )
 
-// foreignTargets are targets of iptables that are not known here; any other name is a chain's.
-var foreignTargets = strings.Fields(`AUDIT BPF CHECKSUM CLASSIFY CLUSTERIP CONNMARK CONNSECMARK CT DNPT DSCP ECN HL HMARK
-	IDLETIMER LED LOG NETMAP NFLOG NFQUEUE NOTRACK QUEUE RATEEST REDIRECT SECMARK SNAT SNPT SYNPROXY TCPMSS
-	TCPOPTSTRIP TEE TOS TPROXY TRACE TTL ULOG`)
+// target does with a packet that matches what the target of the rule says.
+type target func(e *packetsim.Effect) error
 
-// targets are those that are known, and what reads their options.
-var targets = map[string]func(p *parser, options []string) error{
-	"ACCEPT": func(p *parser, options []string) error {
-		return p.plain(packetsim.Effect{End: packetsim.Accept}, options)
-	},
-	"RETURN": func(p *parser, options []string) error {
-		return p.plain(packetsim.Effect{Next: packetsim.Return}, options)
-	},
-	"DROP":       (*parser).drop,
-	"REJECT":     (*parser).reject,
-	"DNAT":       (*parser).dnat,
-	"MASQUERADE": (*parser).masquerade,
-	"MARK":       (*parser).setMark,
-	"SET":        (*parser).mapSet,
+// targetKind is what is known of a target.
+type targetKind struct {
+	tables  []string         // those to which it belongs; nil for all
+	hooks   []packetsim.Hook // those at which it is possible; nil for all
+	options map[string]int   // how many values each has
+	needs   string           // the option without which it is refused, if there is one
+	read    func(p *parser, options map[string][]string) (target, error)
 }
 
-// jumpTo reads a target and its options, which are the rest of the rule.
-func (p *parser) jumpTo(name string, _ bool) error {
-	if p.target != nil {
-		return errors.New("a rule has one target only")
+// targets are those that are known; any other name is a chain's.
+var targets = map[string]targetKind{
+	"ACCEPT": {read: always(packetsim.Effect{End: packetsim.Accept})},
+	"RETURN": {read: always(packetsim.Effect{Next: packetsim.Return})},
+	"DROP":   {read: always(packetsim.Effect{End: packetsim.Drop}), tables: []string{"raw", "mangle", "filter", "security"}},
+	"REJECT": {read: reject, tables: []string{"filter"}, hooks: builtin["filter"], options: map[string]int{"--reject-with": 1}},
+	"DNAT": {read: dnat, tables: []string{"nat"}, hooks: []packetsim.Hook{packetsim.PreRouting, packetsim.Output},
+		options: map[string]int{"--to-destination": 1, "--random": 0, "--persistent": 0}, needs: "--to-destination"},
+	"MASQUERADE": {read: masquerade, tables: []string{"nat"}, hooks: []packetsim.Hook{packetsim.PostRouting},
+		options: map[string]int{"--random": 0, "--random-fully": 0}},
+	"MARK": {read: setMark, options: map[string]int{"--set-xmark": 1, "--set-mark": 1}},
+	"SET":  {read: mapSet, tables: []string{"mangle"}, options: map[string]int{"--map-set": 2, "--map-mark": 0}, needs: "--map-mark"},
+}
+
+// jumpTo reads a target and its options, or a chain.
+func (p *parser) jumpTo(words []string, _ bool) error {
+	kind, known := targets[words[0]]
+	if !known {
+		return p.lead(packetsim.Jump, words)
 	}
-	options := p.rest
-	p.rest = nil
-	if read := targets[name]; read != nil {
-		if err := read(p, options); err != nil {
-			return fmt.Errorf("target %s: %w", name, err)
+	if err := p.targetOf(kind, words[0], divide(words[1:])); err != nil {
+		return fmt.Errorf("target %s: %w", words[0], err)
+	}
+	return nil
+}
+
+func (p *parser) goTo(words []string, _ bool) error { return p.lead(packetsim.Goto, words) }
+
+func (p *parser) targetOf(kind targetKind, name string, list []Option) error {
+	options := map[string][]string{}
+	for _, o := range list {
+		if values, known := kind.options[o.Name]; !known || len(o.Values) != values {
+			return fmt.Errorf("it takes no option %s with %d values", o.Name, len(o.Values))
 		}
-		return nil
+		options[o.Name] = o.Values
 	}
-	if slices.Contains(foreignTargets, name) {
-		p.foreign(name)
-		return nil
+	if kind.tables != nil && !slices.Contains(kind.tables, p.table) {
+		return fmt.Errorf("it does not belong into table %s", p.table)
 	}
-	return p.lead(name, packetsim.Jump, options)
-}
-
-func (p *parser) goTo(name string, _ bool) error {
-	if p.target != nil {
-		return errors.New("a rule has one target only")
+	if _, is := options[kind.needs]; kind.needs != "" && !is {
+		return fmt.Errorf("it has no %s", kind.needs)
 	}
-	options := p.rest
-	p.rest = nil
-	return p.lead(name, packetsim.Goto, options)
+	do, err := kind.read(p, options)
+	p.target = func(e *packetsim.Effect) error {
+		if kind.hooks != nil && !slices.Contains(kind.hooks, e.Packet.Hook) {
+			return fmt.Errorf("%s is not possible at %s", name, e.Packet.Hook)
+		}
+		return do(e)
+	}
+	return err
 }
 
 // lead makes the target another chain.
-func (p *parser) lead(name string, next packetsim.Next, options []string) error {
-	if len(options) > 0 {
-		return fmt.Errorf("chain %s takes no option %s", name, options[0])
+func (p *parser) lead(next packetsim.Next, words []string) error {
+	if len(words) > 1 {
+		return fmt.Errorf("chain %s takes no option %s", words[0], words[1])
 	}
-	p.jump = name
-	return p.plain(packetsim.Effect{Next: next, Chain: name}, nil)
-}
-
-// foreign makes the target one that fails.
-func (p *parser) foreign(what string) {
-	err := p.notKnown("target", what)
-	p.target = func(*packetsim.Effect) error { return err }
-}
-
-// plain makes the target one that changes no packet and has no options.
-func (p *parser) plain(to packetsim.Effect, options []string) error {
-	if len(options) > 0 {
-		return fmt.Errorf("it takes no option %s", options[0])
-	}
-	p.target = func(e *packetsim.Effect) error {
-		e.End, e.Next, e.Chain = to.End, to.Next, to.Chain
-		return nil
-	}
+	p.jump = words[0]
+	p.target, _ = always(packetsim.Effect{Next: next, Chain: p.jump})(p, nil)
 	return nil
 }
 
-// only refuses a target outside of a table.
-func (p *parser) only(table string) error {
-	if p.table != table {
-		return fmt.Errorf("it belongs into table %s", table)
-	}
-	return nil
-}
-
-// at is a target that is possible at some hooks only.
-func at(name string, do func(*packetsim.Effect), hooks ...packetsim.Hook) target {
-	return func(e *packetsim.Effect) error {
-		if !slices.Contains(hooks, e.Packet.Hook) {
-			return fmt.Errorf("%s is not possible at %s", name, e.Packet.Hook)
-		}
-		do(e)
-		return nil
+// always makes the target one that changes no packet.
+func always(to packetsim.Effect) func(*parser, map[string][]string) (target, error) {
+	return func(*parser, map[string][]string) (target, error) {
+		return func(e *packetsim.Effect) error {
+			e.End, e.Next, e.Chain = to.End, to.Next, to.Chain
+			return nil
+		}, nil
 	}
 }
 
-func (p *parser) drop(options []string) error {
-	if p.table == "nat" {
-		return errors.New("table nat is not for filtering")
-	}
-	return p.plain(packetsim.Effect{End: packetsim.Drop}, options)
-}
-
-func (p *parser) reject(options []string) error {
-	if err := p.only("filter"); err != nil {
-		return err
-	}
-	p.target = at("REJECT", func(e *packetsim.Effect) { e.End = packetsim.Reject }, packetsim.Input, packetsim.Forward, packetsim.Output)
-	switch {
-	case len(options) == 0:
-		return nil
-	case len(options) != 2 || options[0] != "--reject-with":
-		return fmt.Errorf("%q are no options of it", options)
-	}
-	with := options[1]
-	switch {
-	case with == "tcp-reset" && p.protocol != "tcp":
-		return errors.New("tcp-reset needs -p tcp")
-	case with != "tcp-reset" && strings.HasPrefix(with, "icmp6-") != (p.machine.Family == plan.IPv6):
-		return fmt.Errorf("%s is not of %s", with, p.machine.Family)
-	}
-	return nil
-}
-
-// parseEndpoint reads an address, perhaps in brackets, with port 0 where it has none.
-func parseEndpoint(text string) (netip.AddrPort, error) {
-	if a, err := netip.ParseAddr(strings.Trim(text, "[]")); err == nil {
-		return netip.AddrPortFrom(a, 0), nil
-	}
-	to, err := netip.ParseAddrPort(text)
-	if err != nil {
-		return to, fmt.Errorf("%q is no address, with or without port", text)
-	}
-	return to, nil
-}
-
-func (p *parser) dnat(options []string) error {
-	if err := p.only("nat"); err != nil {
-		return err
-	}
-	var to netip.AddrPort
-	for len(options) > 0 {
+func reject(p *parser, options map[string][]string) (target, error) {
+	if with := options["--reject-with"]; with != nil {
 		switch {
-		case options[0] == "--random" || options[0] == "--persistent":
-			options = options[1:]
-		case options[0] == "--to-destination" && len(options) > 1:
-			var err error
-			if to, err = parseEndpoint(options[1]); err != nil {
-				return err
-			}
-			options = options[2:]
-		default:
-			return fmt.Errorf("%s is no option of it", options[0])
+		case with[0] == "tcp-reset" && p.protocol != "tcp":
+			return nil, errors.New("tcp-reset needs -p tcp")
+		case with[0] != "tcp-reset" && strings.HasPrefix(with[0], "icmp6-") != (p.machine.Family == plan.IPv6):
+			return nil, fmt.Errorf("%s is not of %s", with[0], p.machine.Family)
 		}
 	}
-	switch {
-	case !to.IsValid():
-		return errors.New("it has no --to-destination")
-	case plan.FamilyOf(to.Addr()) != p.machine.Family:
-		return fmt.Errorf("%s is not an %s address", to.Addr(), p.machine.Family)
-	case to.Port() != 0 && !slices.Contains(portProtocols, p.protocol):
-		return errors.New("a port needs -p tcp, udp or sctp")
+	return always(packetsim.Effect{End: packetsim.Reject})(p, nil)
+}
+
+func dnat(p *parser, options map[string][]string) (target, error) {
+	text := options["--to-destination"][0]
+	to, err := netip.ParseAddrPort(text)
+	if a, failed := netip.ParseAddr(text); failed == nil {
+		to, err = netip.AddrPortFrom(a, 0), nil // It keeps the packet's.
 	}
-	p.target = at("DNAT", func(e *packetsim.Effect) {
+	switch {
+	case err != nil:
+		return nil, fmt.Errorf("%q is no address, with or without port", text)
+	case plan.FamilyOf(to.Addr()) != p.machine.Family:
+		return nil, fmt.Errorf("%s is not an %s address", to.Addr(), p.machine.Family)
+	case to.Port() != 0 && !slices.Contains(portProtocols, p.protocol):
+		return nil, errors.New("a port needs -p tcp, udp or sctp")
+	}
+	return func(e *packetsim.Effect) error {
 		e.End, e.Packet.DNAT = packetsim.Accept, true
 		e.Packet.Translate(to)
-	}, packetsim.PreRouting, packetsim.Output)
-	return nil
+		return nil
+	}, nil
 }
 
-func (p *parser) masquerade(options []string) error {
-	for _, o := range options {
-		if o != "--random" && o != "--random-fully" {
-			return fmt.Errorf("%s is no option that is known", o)
-		}
-	}
-	p.target = at("MASQUERADE", func(e *packetsim.Effect) {
+func masquerade(*parser, map[string][]string) (target, error) {
+	return func(e *packetsim.Effect) error {
 		e.End, e.Packet.Masquerade = packetsim.Accept, true
-	}, packetsim.PostRouting)
-	return p.only("nat")
+		return nil
+	}, nil
 }
 
 // setMark clears bits in the mark, and then flips some.
-func (p *parser) setMark(options []string) error {
-	if len(options) != 2 {
-		return errors.New("it takes one option with one value")
+func setMark(_ *parser, options map[string][]string) (target, error) {
+	if len(options) != 1 {
+		return nil, errors.New("it takes one option")
 	}
-	value, mask, err := ParseMark(options[1])
-	if err != nil {
-		return err
+	set, clears := options["--set-mark"], options["--set-xmark"]
+	value, mask, err := ParseMark(slices.Concat(set, clears)[0])
+	if set != nil {
+		mask |= value
 	}
-	clears := map[string]uint32{"--set-xmark": mask, "--set-mark": value | mask, "--or-mark": value, "--and-mark": ^value, "--xor-mark": 0}
-	bits, known := clears[options[0]]
-	if !known {
-		return fmt.Errorf("%s is no option of it", options[0])
-	}
-	if options[0] == "--and-mark" {
-		value = 0
-	}
-	p.target = func(e *packetsim.Effect) error {
-		e.Packet.Mark = e.Packet.Mark&^bits ^ value
+	return func(e *packetsim.Effect) error {
+		e.Packet.Mark = e.Packet.Mark&^mask ^ value
 		return nil
-	}
-	return nil
+	}, err
 }
 
-// mapSet gives a packet that is in a set the mark of its entry there (--map-set with --map-mark). Other options of target SET are not
-// known.
-func (p *parser) mapSet(options []string) error {
-	text := strings.Join(slices.Concat([]string{"SET"}, options), " ")
-	if len(options) == 0 || options[0] != "--map-set" {
-		p.foreign(text)
-		return nil
+// mapSet gives a packet that is in a set the mark of its entry there.
+func mapSet(p *parser, options map[string][]string) (target, error) {
+	of := options["--map-set"]
+	if of == nil {
+		return nil, errors.New("it has no --map-set")
 	}
-	if err := p.only("mangle"); err != nil {
-		return err
-	}
-	if len(options) < 3 {
-		return errors.New("--map-set needs a set and flags")
-	}
-	s, flags, err := p.set(options[1], options[2])
-	switch {
-	case err != nil:
-		return err
-	case len(options) == 3:
-		return errors.New("--map-set needs --map-mark")
-	case !slices.Equal(options[3:], []string{"--map-mark"}):
-		p.foreign(text)
-		return nil
-	}
-	p.lookups = append(p.lookups, lookup{s, flags})
-	p.target = func(e *packetsim.Effect) error {
-		entry, found, err := s.Find(&e.Packet, flags)
+	l, err := p.lookup(of[0], of[1])
+	p.lookups = append(p.lookups, l)
+	return func(e *packetsim.Effect) error {
+		entry, found, err := l.set.Find(&e.Packet, l.flags)
 		if found {
 			e.Packet.Mark = e.Packet.Mark&^entry.Mask ^ entry.Mark
 		}
 		return err
-	}
-	return nil
+	}, err
 }

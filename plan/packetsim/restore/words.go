@@ -8,42 +8,43 @@ import (
 	"strings"
 
 	"nodeproxy/plan"
-	"nodeproxy/plan/packetsim"
 )
 
-// origin is where something was found, and how it was written.
-type origin struct {
-	line int // from 1; 0 for none
-	text string
+// Option is an option of a rule of iptables.
+type Option struct {
+	Name   string
+	Not    bool // It stands behind an exclamation mark.
+	Values []string
 }
 
-func (o origin) String() string {
-	if o.line == 0 {
-		return o.text
-	}
-	return fmt.Sprintf("line %d: %s", o.line, o.text)
+// Options divides a rule, without its chain, into its options. The values of an option go up to the next word that begins with a dash or is an
+// exclamation mark, but for the text of a comment. Those of -j and -g are the rest of the rule: the target and its options. The error is that a
+// quotation does not end.
+func Options(rule string) ([]Option, error) {
+	words, err := splitWords(rule)
+	return divide(words), err
 }
 
-// Text is how it was written.
-func (o origin) Text() string { return o.text }
-
-// eachLine reads the lines of a text that are neither empty nor comments. Errors say what the text is of.
-func eachLine(m *packetsim.Machine, what, text string, read func(origin) error) error {
-	for i, line := range strings.Split(text, "\n") {
-		line = strings.TrimSpace(line)
-		if line == "" || line[0] == '#' {
-			continue
+func divide(words []string) (out []Option) {
+	for len(words) > 0 {
+		o := Option{Name: words[0]}
+		if o.Not = o.Name == "!" && len(words) > 1; o.Not {
+			words = words[1:]
+			o.Name = words[0]
 		}
-		if err := read(origin{i + 1, line}); err != nil {
-			return fmt.Errorf("%s %s, line %d: %w: %.300s", m.Family, what, i+1, err, line)
+		n := 1
+		for n < len(words) && (o.Name == "-j" || o.Name == "-g" || o.Name == "--comment" && n == 1 || words[n] != "!" && !strings.HasPrefix(words[n], "-")) {
+			n++
 		}
+		o.Values, words = words[1:n:n], words[n:]
+		out = append(out, o)
 	}
-	return nil
+	return out
 }
 
-// Words divides a line into words as iptables-restore does: at white space, except within double quotes, in which a
+// splitWords divides a line into words as iptables-restore does: at white space, except within double quotes, in which a
 // backslash takes the next character as it is. It returns an error if a quotation does not end.
-func Words(line string) ([]string, error) {
+func splitWords(line string) ([]string, error) {
 	var words []string
 	var word strings.Builder
 	inWord, quoted, escaped := false, false, false
@@ -76,9 +77,6 @@ var protocols = map[string]string{
 	"0": "all", "1": "icmp", "6": "tcp", "17": "udp", "58": "ipv6-icmp", "icmpv6": "ipv6-icmp", "132": "sctp",
 }
 
-// portProtocols are the protocols whose own match has ports.
-var portProtocols = []string{"tcp", "udp", "sctp"}
-
 // parseProtocol reads a protocol's name or number.
 func parseProtocol(text string) string {
 	text = strings.ToLower(text)
@@ -88,31 +86,22 @@ func parseProtocol(text string) string {
 	return text
 }
 
-// parsePrefix reads an address or a range. As in iptables, the bits behind the prefix do not matter.
-func parsePrefix(text string, f plan.Family) (netip.Prefix, error) {
+// ParsePrefix reads an address or a range. As in iptables, the bits behind the prefix do not matter.
+func ParsePrefix(text string) (netip.Prefix, error) {
 	prefix, err := netip.ParsePrefix(text)
 	if !strings.Contains(text, "/") {
 		var a netip.Addr
 		a, err = netip.ParseAddr(text)
 		prefix = netip.PrefixFrom(a, a.BitLen())
 	}
-	if err == nil && plan.FamilyOf(prefix.Addr()) != f {
-		err = fmt.Errorf("%s is not an %s address", text, f)
-	}
 	return prefix.Masked(), err
 }
 
-// parsePorts reads "port", "first:last", ":last" or "first:".
-func parsePorts(text string) (plan.PortRange, error) {
+// ParsePorts reads "port" or "first:last".
+func ParsePorts(text string) (plan.PortRange, error) {
 	first, last, isRange := strings.Cut(text, ":")
 	if !isRange {
 		last = first
-	}
-	if isRange && first == "" {
-		first = "0"
-	}
-	if isRange && last == "" {
-		last = "65535"
 	}
 	lo, errLo := strconv.ParseUint(first, 10, 16)
 	hi, errHi := strconv.ParseUint(last, 10, 16)
@@ -134,4 +123,22 @@ func ParseMark(text string) (value, mask uint32, err error) {
 		return 0, 0, fmt.Errorf("%q is no mark", text)
 	}
 	return uint32(v), uint32(m), nil
+}
+
+// tcpFlags are the names that flags of TCP have in rules.
+var tcpFlags = map[string]byte{"FIN": 1, "SYN": 2, "RST": 4, "PSH": 8, "ACK": 16, "URG": 32, "ALL": 63, "NONE": 0}
+
+// ParseTCPFlags reads the two lists of --tcp-flags: which flags are looked at, and which of them are to be set.
+func ParseTCPFlags(lists []string) (mask, set byte, err error) {
+	var bits [2]byte
+	for i := range min(len(lists), len(bits)) {
+		for name := range strings.SplitSeq(lists[i], ",") {
+			bit, known := tcpFlags[name]
+			if !known {
+				return 0, 0, fmt.Errorf("there is no TCP flag %q", name)
+			}
+			bits[i] |= bit
+		}
+	}
+	return bits[0], bits[1], nil
 }
