@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"nodeproxy/backend"
+	"nodeproxy/internal/set"
 	"nodeproxy/ipvs/nftrules"
 	"nodeproxy/kernel/conntrack"
 	"nodeproxy/kernel/drift"
@@ -82,7 +83,7 @@ type Backend struct {
 func New(cfg Config) (*Backend, error) {
 	h, err := openHandles(&cfg)
 	if err != nil {
-		return nil, fmt.Errorf("mode ipvs can't work here: %w", err)
+		return nil, cannot(err)
 	}
 	b := &Backend{cfg: cfg, servers: h.servers, handles: h}
 	b.Compared, b.Shared = cfg.Compared, b.repairSysctls // The engines wait for each other: both need the kernel's lock on IPVS.
@@ -91,9 +92,17 @@ func New(cfg Config) (*Backend, error) {
 		if b.device != nil {
 			_ = b.device.Close()
 		}
-		return nil, fmt.Errorf("mode ipvs can't work here: %w", err)
+		return nil, cannot(err)
 	}
 	return b, nil
+}
+
+// cannot is an error of what this mode needs; nil for none.
+func cannot(err error) error {
+	if err != nil {
+		return fmt.Errorf("mode ipvs can't work here: %w", err)
+	}
+	return nil
 }
 
 // Check returns the error that New would return, as far as that is known without changes. It may load kernel modules and changes
@@ -102,24 +111,21 @@ func Check(cfg Config) error {
 	h, err := openHandles(&cfg)
 	if err == nil {
 		defer h.close()
-		err = setSysctls(cfg, true)
+		_, err = setSysctls(cfg, true)
 	}
-	if err != nil {
-		return fmt.Errorf("mode ipvs can't work here: %w", err)
-	}
-	return nil
+	return cannot(err)
 }
 
 // Prepare does the part of New that needs more rights than programming: it loads kernel modules and sets the sysctls. Its error is
 // the one that New would return without these.
 func Prepare(cfg Config) error {
 	h, err := openKernel(cmp.Or(cfg.Scheduler, DefaultScheduler))
-	if err == nil {
-		defer h.close()
-		err = setSysctls(cfg, false)
-	}
 	if err != nil {
-		return fmt.Errorf("mode ipvs can't work here: %w", err)
+		return cannot(err)
+	}
+	defer h.close()
+	if _, err := setSysctls(cfg, false); err != nil {
+		return cannot(err)
 	}
 	// Asking for a scheduler loads it.
 	if missing := slices.DeleteFunc(slices.Clone(plan.Schedulers), h.servers.HasScheduler); len(missing) > 0 {
@@ -133,15 +139,13 @@ func (b *Backend) open(h *handles) error {
 	for _, err := range h.missing {
 		b.cfg.Log.Warn("Services of this family are not proxied", "error", err)
 	}
-	available := &schedulers{has: b.servers.HasScheduler, known: map[string]bool{}, warn: b.cfg.Warn}
+	available := &schedulers{has: h.servers.HasScheduler, known: map[string]bool{}, warn: b.cfg.Warn}
 	b.cfg.Unavailable = available.lacks
-	if err := setSysctls(b.cfg, false); err != nil {
+	kept, err := setSysctls(b.cfg, false)
+	if err != nil {
 		return err
 	}
-	var err error
-	if b.sysctls, err = keepSysctls(b.cfg); err != nil {
-		return err
-	}
+	b.sysctls = sysctlKeeper{list: kept, dir: b.cfg.sysctlDir(), log: b.cfg.Log, warned: map[string]bool{}}
 	if err := b.servers.SetTimeouts(b.cfg.TCPTimeout, b.cfg.TCPFinTimeout, b.cfg.UDPTimeout); err != nil {
 		return err
 	}
@@ -151,7 +155,7 @@ func (b *Backend) open(h *handles) error {
 	}
 	b.device = d
 	if h.tables[plan.IPv6] != nil {
-		if err := d.EnableIPv6(cmp.Or(b.cfg.SysctlDir, "/proc/sys")); err != nil {
+		if err := d.EnableIPv6(b.cfg.sysctlDir()); err != nil {
 			b.cfg.Log.Warn("Services of IPv6 are not proxied", "error", err)
 			delete(h.tables, plan.IPv6)
 		}
@@ -173,17 +177,11 @@ func (b *Backend) engine(f plan.Family, t *xtables.Tables, h *handles, d *host.D
 			" their own", "family", f, "error", nftrules.ErrNoPorts)
 	}
 	e := &engine{
-		family: f, options: options, known: options, onRefused: b.cfg.Refused, exclude: b.cfg.ExcludeCIDRs, grace: b.cfg.GracePeriod,
-		log: b.cfg.Log, mostAtOnce: mostAtOnce,
-		machine: machine{servers: b.servers, sets: h.sets, device: d, tables: t,
-			host: hostAddresses, reader: func() (*reader, error) { return openReader(b.servers) }},
+		family: f, options: options, onRefused: b.cfg.Refused, exclude: b.cfg.ExcludeCIDRs, grace: b.cfg.GracePeriod,
+		log: b.cfg.Log, mostAtOnce: mostAtOnce, machine: h.machine(f, d),
 	}
-	if p := h.ports[f]; p != nil {
-		e.machine.ports = p
-	}
-	if g := h.guards[f]; g != nil {
-		e.machine.guard = g
-	} else {
+	e.machine.tables = t
+	if e.machine.guard == nil {
 		b.cfg.Log.Warn("marks that lead packets to virtual servers are not guarded: node ports do not work beside a network policy"+
 			" that uses marks too", "family", f, "error", nft.ErrAbsent)
 	}
@@ -218,14 +216,14 @@ func (b *Backend) repairSysctls(change plan.Change) drift.Found {
 var others = host.Filter{Except: []string{names.Device}}
 
 // hostAddresses lists them.
-func hostAddresses(f plan.Family) (map[netip.Addr]struct{}, error) {
+func hostAddresses(f plan.Family) (set.Set[netip.Addr], error) {
 	list, err := others.Addresses(f)
 	if err != nil {
 		return nil, err
 	}
-	out := make(map[netip.Addr]struct{}, len(list))
+	out := make(set.Set[netip.Addr], len(list))
 	for _, a := range list {
-		out[a.Addr] = struct{}{}
+		out.Insert(a.Addr)
 	}
 	return out, nil
 }

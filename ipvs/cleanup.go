@@ -21,22 +21,54 @@ import (
 // Leftovers reports whether mode ipvs, this program's or kube-proxy's, has left objects on this node: the device, nftables tables,
 // routing rules, or sets.
 func Leftovers() (bool, error) {
-	if host.DeviceExists(names.Device) {
+	list, err := leftovers()
+	if len(list) > 0 {
 		return true, nil
 	}
-	if guards, err := nftrules.GuardTables(); err != nil || len(guards) > 0 {
-		return len(guards) > 0, err
+	return false, err
+}
+
+// leftovers lists them, one line each, as far as they can be read.
+func leftovers() (out []string, err error) {
+	if host.DeviceExists(names.Device) {
+		out = append(out, "device "+names.Device)
 	}
-	if ports, err := nftrules.PortsFamilies(); err != nil || len(ports) > 0 {
-		return len(ports) > 0, err
+	guards, err := nftrules.GuardTables()
+	if err != nil {
+		return out, err
 	}
+	for _, f := range guards {
+		out = append(out, fmt.Sprintf("nftables table %s (%s)", names.IPVSMarks, f))
+	}
+	ports, err := nftrules.PortsFamilies()
+	if err != nil {
+		return out, err
+	}
+	for _, f := range ports {
+		out = append(out, fmt.Sprintf("nftables table %s and the routing rule for table %d (%s)", names.IPVSPorts, names.PortsRouteTable, f))
+	}
+	err = eachSet(func(_ *ipset.Sets, name string) error {
+		out = append(out, "ipset "+name)
+		return nil
+	})
+	return out, err
+}
+
+// eachSet calls do with each set of mode ipvs.
+func eachSet(do func(s *ipset.Sets, name string) error) error {
 	s, err := ipset.OpenSets()
 	if err != nil {
-		return false, nil // A kernel without ipsets has none.
+		return nil // A kernel without ipsets has none.
 	}
 	defer s.Close()
 	list, err := s.Names()
-	return slices.ContainsFunc(list, names.IsOurSet), err
+	errs := []error{err}
+	for _, name := range list {
+		if names.IsOurSet(name) {
+			errs = append(errs, do(s, name))
+		}
+	}
+	return errors.Join(errs...)
 }
 
 // Cleaner removes what mode ipvs has left, once the rules of another mode no longer lead new connections to it.
@@ -85,68 +117,44 @@ func (c *Cleaner) List() ([]string, error) {
 	var out []string
 	if v, err := ipvs.OpenServers(); err == nil {
 		defer v.Close()
-		marks := newMarks(c.MasqueradeBit)
 		for _, f := range plan.Families {
-			list, err := v.List(f)
+			list, err := c.ours(v, f)
 			if err != nil {
 				return nil, err
 			}
 			for _, id := range slices.SortedFunc(maps.Keys(list), compareServers) {
-				if !marks.foreign(id, c.ExcludeCIDRs) {
-					out = append(out, fmt.Sprintf("virtual server %s with %d real servers", id, len(list[id].RealServers)))
-				}
+				out = append(out, fmt.Sprintf("virtual server %s with %d real servers", id, len(list[id].RealServers)))
 			}
 		}
 	}
-	if host.DeviceExists(names.Device) {
-		out = append(out, "device "+names.Device)
-	}
-	guards, err := nftrules.GuardTables()
-	if err != nil {
-		return nil, err
-	}
-	for _, f := range guards {
-		out = append(out, fmt.Sprintf("nftables table %s (%s)", names.IPVSMarks, f))
-	}
-	ports, err := nftrules.PortsFamilies()
-	if err != nil {
-		return nil, err
-	}
-	for _, f := range ports {
-		out = append(out, fmt.Sprintf("nftables table %s and the routing rule for table %d (%s)", names.IPVSPorts, names.PortsRouteTable, f))
-	}
-	s, err := ipset.OpenSets()
-	if err != nil {
-		return out, nil // A kernel without ipsets has none.
-	}
-	defer s.Close()
-	list, err := s.Names()
-	for _, name := range list {
-		if names.IsOurSet(name) {
-			out = append(out, "ipset "+name)
-		}
-	}
-	return out, err
+	rest, err := leftovers()
+	return append(out, rest...), err
+}
+
+// ours returns the virtual servers of mode ipvs.
+func (c *Cleaner) ours(v *ipvs.Servers, f plan.Family) (map[ipvs.ServerID]*ipvs.ActualServer, error) {
+	list, err := v.List(f)
+	maps.DeleteFunc(list, func(id ipvs.ServerID, _ *ipvs.ActualServer) bool {
+		return newMarks(c.MasqueradeBit).foreign(id, c.ExcludeCIDRs)
+	})
+	return list, err
 }
 
 // servers removes virtual servers without connections, or all of them. It returns the number of those left.
 func (c *Cleaner) servers(v *ipvs.Servers, all bool) (int, error) {
-	marks := newMarks(c.MasqueradeBit)
 	left := 0
 	for _, f := range plan.Families {
-		list, err := v.List(f)
+		list, err := c.ours(v, f)
 		if err != nil {
 			return 0, err
 		}
 		for id, s := range list {
-			switch {
-			case marks.foreign(id, c.ExcludeCIDRs):
-			case !all && waited(id, s):
+			if !all && waited(id, s) {
 				left++
-			default:
-				if err := errors.Join(v.Apply([]ipvs.Op{{Kind: ipvs.DeleteServer, Server: s.Server}})...); err != nil {
-					return 0, err
-				}
+				continue
+			}
+			if err := errors.Join(v.Apply([]ipvs.Op{{Kind: ipvs.DeleteServer, Server: s.Server}})...); err != nil {
+				return 0, err
 			}
 		}
 	}
@@ -172,17 +180,5 @@ func removeRest() error {
 	if err := errors.Join(nftrules.RemovePorts(), host.RemoveDevice(names.Device), nftrules.RemoveGuards()); err != nil {
 		return err
 	}
-	s, err := ipset.OpenSets()
-	if err != nil {
-		return nil // A kernel without ipsets has none.
-	}
-	defer s.Close()
-	list, err := s.Names()
-	errs := []error{err}
-	for _, name := range list {
-		if names.IsOurSet(name) {
-			errs = append(errs, s.Destroy(name))
-		}
-	}
-	return errors.Join(errs...)
+	return eachSet((*ipset.Sets).Destroy)
 }

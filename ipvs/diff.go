@@ -2,13 +2,13 @@ package ipvs
 
 import (
 	"cmp"
-	"errors"
 	"fmt"
 	"maps"
 	"net/netip"
 	"slices"
 	"strings"
 
+	"nodeproxy/internal/set"
 	"nodeproxy/ipvs/nftrules"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/host"
@@ -27,9 +27,10 @@ func Rules(p *plan.Plan, f plan.Family, o Options) xtables.Desired { return rule
 type Objects struct {
 	servers map[ipvs.ServerID]server
 	lines   map[objectLine][]string // with the Services that each is for
-	unknown map[objectLine]bool     // of those that are wanted, what the kernel can't have
-	options Options
-	actual  bool
+	// unguarded says that the kernel can't have the guard of marks.
+	unguarded bool
+	options   Options
+	actual    bool
 }
 
 // objectLine is a line of text that stands for a thing in the kernel.
@@ -55,109 +56,93 @@ var fileNames = [...]string{fileServers: "virtual servers (ipvsadm -Sn)", fileSe
 	fileTables: "nftables", fileSysctls: "settings (sysctl)"}
 
 func newObjects(o Options) *Objects {
-	return &Objects{servers: map[ipvs.ServerID]server{}, lines: map[objectLine][]string{}, unknown: map[objectLine]bool{}, options: o}
+	return &Objects{servers: map[ipvs.ServerID]server{}, lines: map[objectLine][]string{}, options: o}
 }
 
-func (x *Objects) add(at file, kind drift.Kind, object, text string, services ...string) {
-	x.lines[objectLine{at, kind, object, text}] = services
-}
-
-// These add what there is of each kind.
-
-func (x *Objects) set(set ipset.Set) {
-	x.add(fileSets, drift.SetElement, set.Name, "create "+set.Name+" "+set.Type)
-}
-
-func (x *Objects) entry(set ipset.Set, e ipset.Entry, services ...string) {
-	x.add(fileSets, drift.SetElement, set.Name, "add "+set.Name+" "+e.Text(set), services...)
-}
-
-func (x *Objects) device() {
-	x.add(fileDevice, drift.Address, names.Device, "link "+names.Device+" type dummy up")
-}
-
-func (x *Objects) address(a netip.Addr, unrouted bool, services ...string) {
-	text := fmt.Sprintf("address %s dev %s", netip.PrefixFrom(a, a.BitLen()), names.Device)
-	if unrouted {
-		text += " without a route"
+// add adds all but virtual servers. of are the Services that members, addresses and ports are for.
+func (x *Objects) add(h *actual, f plan.Family, of map[any][]string) {
+	onDevice := func(kind drift.Kind, services []string, format string, args ...any) {
+		x.lines[objectLine{fileDevice, kind, names.Device, fmt.Sprintf(format, args...)}] = services
 	}
-	x.add(fileDevice, drift.Address, names.Device, text, services...)
-}
-
-func (x *Objects) route(r netip.Prefix, src netip.Addr) {
-	text := fmt.Sprintf("route local %s dev %s table local", r, names.Device)
-	if src.IsValid() {
-		text += " src " + src.String()
+	for id, there := range h.sets {
+		if set := setOf(setID(id), f); there {
+			x.lines[objectLine{fileSets, drift.SetElement, set.Name, "create " + set.Name + " " + set.Type}] = nil
+		}
 	}
-	x.add(fileDevice, drift.Route, names.Device, text)
+	for m, with := range h.members {
+		set, services := setOf(m.set, f), of[m]
+		if m.set == setVIPs {
+			services = of[m.entry.Addr]
+		}
+		x.lines[objectLine{fileSets, drift.SetElement, set.Name, "add " + set.Name + " " + m.marked(with).Text(set)}] = services
+	}
+	for a := range h.vips.Union(h.ports.unrouted) {
+		text := fmt.Sprintf("address %s dev %s", netip.PrefixFrom(a, a.BitLen()), names.Device)
+		if h.ports.unrouted.Has(a) {
+			text += " without a route"
+		}
+		onDevice(drift.Address, of[a], "%s", text)
+	}
+	for r, src := range h.routes {
+		text := fmt.Sprintf("route local %s dev %s table local", r, names.Device)
+		if src.IsValid() {
+			text += " src " + src.String()
+		}
+		onDevice(drift.Route, nil, "%s", text)
+	}
+	for a := range h.ports.routes {
+		onDevice(drift.Route, of[a], "route local %s dev %s table %d", a, names.Device, names.PortsRouteTable)
+	}
+	for p := range h.ports.all() {
+		text := fmt.Sprintf("%s . %s . %d", p.Addr, p.Protocol.Lower(), p.Port)
+		x.lines[objectLine{fileTables, drift.SetElement, names.IPVSPorts, text}] = of[p]
+	}
+	if h.ports.exists {
+		x.table(f, names.IPVSPorts, h.ports.complete)
+	}
 }
 
-func (x *Objects) portRoute(a netip.Addr, services ...string) {
-	x.add(fileDevice, drift.Route, names.Device, fmt.Sprintf("route local %s dev %s table %d", a, names.Device, names.PortsRouteTable), services...)
-}
-
-func (x *Objects) port(p plan.Address, services ...string) {
-	x.add(fileTables, drift.SetElement, names.IPVSPorts, fmt.Sprintf("%s . %s . %d", p.Addr, p.Protocol.Lower(), p.Port), services...)
+// table adds a table, which another program has changed unless it is intact.
+func (x *Objects) table(f plan.Family, name string, intact bool) {
+	l := tableLine(f, name)
+	if !intact {
+		l.text += " # changed by another program"
+	}
+	x.lines[l] = nil
 }
 
 func tableLine(f plan.Family, name string) objectLine {
 	return objectLine{fileTables, drift.Table, name, "table " + nft.FamilyName(f) + " " + name}
 }
 
+func (x *Objects) device() {
+	x.lines[objectLine{fileDevice, drift.Address, names.Device, "link " + names.Device + " type dummy up"}] = nil
+}
+
 func (x *Objects) sysctl(s sysctl, value string) {
-	x.add(fileSysctls, drift.Sysctl, s.dotted(), s.dotted()+" = "+value)
+	x.lines[objectLine{fileSysctls, drift.Sysctl, s.dotted(), s.dotted() + " = " + value}] = nil
 }
 
 // Planned returns the objects of a plan.
 func Planned(p *plan.Plan, f plan.Family, cfg Config) (*Objects, error) {
-	o := cfg.Options
-	s, ranges, x := full(p, f, o), o.routed(p, f), newObjects(o)
+	s, x, of := full(p, f, cfg.Options), newObjects(cfg.Options), map[any][]string{}
 	maps.Copy(x.servers, s.servers)
-	ofMember, ofAddress, ofPort := map[member][]string{}, map[netip.Addr][]string{}, map[plan.Address][]string{}
 	for _, k := range slices.SortedFunc(maps.Keys(s.objects), plan.Key.Compare) {
-		of, svc := s.objects[k], k.Service.String()
-		for _, m := range of.members {
-			ofMember[m.key()] = append(ofMember[m.key()], svc)
+		note := func(thing any) { of[thing] = append(of[thing], k.Service.String()) }
+		for _, m := range s.objects[k].members {
+			note(m.key())
 		}
-		for _, a := range of.vips {
-			ofAddress[a] = append(ofAddress[a], svc)
+		for _, a := range s.objects[k].vips {
+			note(a)
 		}
-		for _, port := range of.ports {
-			ofPort[port], ofAddress[port.Addr] = append(ofPort[port], svc), append(ofAddress[port.Addr], svc)
+		for _, port := range s.objects[k].ports {
+			note(port)
+			note(port.Addr)
 		}
 	}
-	for id := range setCount {
-		x.set(setOf(id, f))
-	}
-	for m, with := range s.members {
-		x.entry(setOf(m.set, f), m.marked(*with), ofMember[m]...)
-	}
+	x.add(s.target(s.source()), f, of)
 	x.device()
-	for a := range s.addresses() {
-		if s.bound(a, o.Host, ranges) {
-			x.address(a, false, ofAddress[a]...)
-			x.entry(setOf(setVIPs, f), ipset.Entry{Addr: a}, ofAddress[a]...)
-		}
-	}
-	src := p.Node.IP(f)
-	if _, own := o.Host[src]; !own {
-		src = netip.Addr{}
-	}
-	for _, r := range ranges {
-		x.route(r, src)
-	}
-	diverted := s.diverted(ranges)
-	for _, port := range diverted {
-		x.port(port, ofPort[port]...)
-		x.portRoute(port.Addr, ofAddress[port.Addr]...)
-		if f == plan.IPv4 { // The source of an ICMPv6 error is another address of the node.
-			x.address(port.Addr, true, ofAddress[port.Addr]...)
-		}
-	}
-	if len(diverted) > 0 {
-		x.lines[tableLine(f, names.IPVSPorts)] = nil
-	}
-	x.lines[tableLine(f, names.IPVSMarks)] = nil
+	x.table(f, names.IPVSMarks, true)
 	if f == plan.IPv4 {
 		list, err := sysctlsHere(cfg)
 		if err != nil {
@@ -174,18 +159,14 @@ func Planned(p *plan.Plan, f plan.Family, cfg Config) (*Objects, error) {
 // kernel modules. With leftovers, a kernel that lacks something has nothing of it; else that is an error.
 func Read(cfg Config, f plan.Family, leftovers bool) (x *Objects, o Options, err error) {
 	o = cfg.Options
-	var m machine
-	if v, err := ipvs.OpenServers(); err == nil {
-		defer v.Close()
-		m.servers = v
+	h := newHandles()
+	defer h.close()
+	if h.servers, err = ipvs.OpenServers(); err == nil {
 		o.Unavailable = lacking()
 	} else if !leftovers {
 		return nil, o, err
 	}
-	if s, err := ipset.OpenSets(); err == nil {
-		defer s.Close()
-		m.sets = s
-	} else if !leftovers {
+	if h.sets, err = ipset.OpenSets(); err != nil && !leftovers {
 		return nil, o, err
 	}
 	d, err := host.FindDevice(names.Device)
@@ -194,28 +175,15 @@ func Read(cfg Config, f plan.Family, leftovers bool) (x *Objects, o Options, err
 	}
 	if d != nil {
 		defer d.Close()
-		m.device = d
 	}
-	switch p, err := nftrules.OpenPorts(f); {
-	case err == nil:
-		defer p.Close()
-		m.ports = p
-	case errors.Is(err, nftrules.ErrNoPorts):
-		o.WholeAddresses = true
-	default:
+	if err := h.openTables(f, newMarks(o.MasqueradeBit)); err != nil {
 		return nil, o, err
 	}
-	switch g, err := nftrules.OpenGuards(f, newMarks(o.MasqueradeBit).guard()); {
-	case err == nil:
-		defer g.Close()
-		m.guard = g
-	case !errors.Is(err, nft.ErrAbsent):
-		return nil, o, err
-	}
+	o.WholeAddresses = h.ports[f] == nil
 	if o.Host, err = hostAddresses(f); err != nil {
 		return nil, o, err
 	}
-	if x, err = m.read(f, o, cfg.ExcludeCIDRs); err != nil {
+	if x, err = h.machine(f, d).objects(f, o, cfg.ExcludeCIDRs); err != nil {
 		return nil, o, err
 	}
 	if d != nil && d.Up() {
@@ -223,7 +191,7 @@ func Read(cfg Config, f plan.Family, leftovers bool) (x *Objects, o Options, err
 	}
 	guarded, err := nftrules.GuardTables()
 	if _, intact := x.lines[tableLine(f, names.IPVSMarks)]; !intact && slices.Contains(guarded, f) {
-		x.changed(tableLine(f, names.IPVSMarks))
+		x.table(f, names.IPVSMarks, false)
 	}
 	if list, err := sysctlsHere(cfg); err == nil && f == plan.IPv4 && !leftovers {
 		for _, s := range list {
@@ -236,120 +204,42 @@ func Read(cfg Config, f plan.Family, leftovers bool) (x *Objects, o Options, err
 
 // lacking finds out which schedulers the kernel lacks, when it is asked.
 func lacking() func(scheduler string) bool {
-	known := map[string]bool{}
-	return func(name string) bool {
-		lacks, asked := known[name]
-		if !asked {
-			if v, err := ipvs.OpenServers(); err == nil {
-				defer v.Close()
-				lacks = !v.HasScheduler(name)
-			}
-			known[name] = lacks
+	return (&schedulers{known: map[string]bool{}, has: func(name string) bool {
+		v, err := ipvs.OpenServers()
+		if err != nil {
+			return true
 		}
-		return lacks
-	}
+		defer v.Close()
+		return v.HasScheduler(name)
+	}}).lacks
 }
 
-// changed adds a table that another program has changed.
-func (x *Objects) changed(l objectLine) {
-	l.text += " # changed by another program"
-	x.lines[l] = nil
-}
-
-// read reads what there is, where m has the means.
-func (m machine) read(f plan.Family, o Options, exclude []netip.Prefix) (*Objects, error) {
-	x := newObjects(o)
-	x.actual = true
-	marks := newMarks(o.MasqueradeBit)
-	if m.servers != nil {
-		list, err := m.servers.List(f)
-		if err != nil {
-			return nil, err
-		}
-		for id, v := range list {
-			if marks.foreign(id, exclude) {
-				continue
-			}
-			s := server{Server: v.Server}
-			for _, a := range slices.SortedFunc(maps.Keys(v.RealServers), netip.AddrPort.Compare) {
-				s.realServers = append(s.realServers, v.RealServers[a].RealServer)
-			}
-			x.servers[id] = s
-		}
-	}
-	if m.sets != nil {
-		there, err := m.sets.Names()
-		if err != nil {
-			return nil, err
-		}
-		for id := range setCount {
-			set := setOf(id, f)
-			if !slices.Contains(there, set.Name) {
-				continue
-			}
-			entries, err := m.sets.Entries(set)
-			if err != nil {
-				return nil, err
-			}
-			x.set(set)
-			for entry := range entries {
-				x.entry(set, entry)
-			}
-		}
-	}
-	if m.guard == nil {
-		x.unknown[tableLine(f, names.IPVSMarks)] = true
-	} else if intact, err := m.guard.Intact(); err != nil {
+// objects reads what there is, where m has the means.
+func (m machine) objects(f plan.Family, o Options, exclude []netip.Prefix) (*Objects, error) {
+	h, err := m.read(f, newMarks(o.MasqueradeBit), exclude)
+	if err != nil {
 		return nil, err
-	} else if intact {
-		x.lines[tableLine(f, names.IPVSMarks)] = nil
 	}
-	if m.ports != nil {
-		list, exists, complete, err := m.ports.List()
+	x := newObjects(o)
+	x.actual, x.unguarded = true, m.guard == nil
+	for id, v := range h.servers {
+		s := server{Server: v.Server}
+		for _, a := range slices.SortedFunc(maps.Keys(v.realServers), netip.AddrPort.Compare) {
+			s.realServers = append(s.realServers, ipvs.RealServer{Addr: a, Weight: v.realServers[a].weight})
+		}
+		x.servers[id] = s
+	}
+	x.add(h, f, nil)
+	if m.guard != nil {
+		intact, err := m.guard.Intact()
 		if err != nil {
 			return nil, err
 		}
-		for p := range list {
-			x.port(p)
-		}
-		switch l := tableLine(f, names.IPVSPorts); {
-		case complete:
-			x.lines[l] = nil
-		case exists:
-			x.changed(l)
+		if intact {
+			x.table(f, names.IPVSMarks, true)
 		}
 	}
-	if m.device == nil {
-		return x, nil
-	}
-	return x, x.readDevice(m, f)
-}
-
-func (x *Objects) readDevice(m machine, f plan.Family) error {
-	bound, err := m.device.Addresses(f)
-	if err != nil {
-		return err
-	}
-	unrouted, err := m.device.UnroutedAddresses(f)
-	if err != nil {
-		return err
-	}
-	for a := range bound {
-		_, without := unrouted[a]
-		x.address(a, without)
-	}
-	routes, err := m.device.Routes(f)
-	if err != nil {
-		return err
-	}
-	for r, src := range routes {
-		x.route(r, src)
-	}
-	byPort, err := m.device.PortRoutes(f)
-	for a := range byPort {
-		x.portRoute(a)
-	}
-	return err
+	return x, nil
 }
 
 // Diff returns what turns some objects into others; nil stands for none. Real servers that drain are left out: they go with their connections.
@@ -357,14 +247,7 @@ func Diff(f plan.Family, have, want *Objects) []drift.Hunk {
 	have, want = cmp.Or(have, newObjects(Options{})), cmp.Or(want, newObjects(Options{}))
 	prefix := strings.ToLower(f.String()) + " "
 	var out []drift.Hunk
-	all := map[ipvs.ServerID]struct{}{}
-	for id := range have.servers {
-		all[id] = struct{}{}
-	}
-	for id := range want.servers {
-		all[id] = struct{}{}
-	}
-	for _, id := range slices.SortedFunc(maps.Keys(all), compareServers) {
+	for _, id := range slices.SortedFunc(maps.Keys(set.Keys(have.servers).Union(set.Keys(want.servers))), compareServers) {
 		if h := diffServer(have, want, id); !slices.Equal(h.Have, h.Want) {
 			h.File = prefix + fileNames[fileServers]
 			out = append(out, h)
@@ -392,7 +275,7 @@ func Diff(f plan.Family, have, want *Objects) []drift.Hunk {
 		}
 	}
 	for l, services := range want.lines {
-		if _, is := have.lines[l]; !is && !have.unknown[l] {
+		if _, is := have.lines[l]; !is && !(have.unguarded && l == tableLine(f, names.IPVSMarks)) {
 			h := hunk(l, services)
 			h.Want = append(h.Want, l.text)
 		}
@@ -417,26 +300,22 @@ func diffServer(have, want *Objects, id ipvs.ServerID) drift.Hunk {
 	}
 	drains := false
 	if have.actual {
-		used := map[netip.AddrPort]bool{}
+		used := set.Set[netip.AddrPort]{}
 		for _, d := range w.realServers {
-			used[d.Addr] = true
+			used.Insert(d.Addr)
 		}
-		left := slices.DeleteFunc(slices.Clone(is.realServers), func(d ipvs.RealServer) bool { return d.Weight == 0 && !used[d.Addr] })
+		left := slices.DeleteFunc(slices.Clone(is.realServers), func(d ipvs.RealServer) bool { return d.Weight == 0 && !used.Has(d.Addr) })
 		drains = len(left) < len(is.realServers)
 		is.realServers = left
 	}
 	if drains && want.options.whileDraining(w.Server) == is.Server {
 		w.Server = is.Server
 	}
-	var lines strings.Builder
-	if renderServer(&lines, is); lines.Len() > 0 {
-		h.Have = strings.Split(strings.TrimSuffix(lines.String(), "\n"), "\n")
-	} else if exists && have.actual && !drains {
-		h.Have = []string{fmt.Sprintf("-A %s %s", serverArgs(id), serverOptions(is.Server))}
+	if len(is.realServers) > 0 || exists && have.actual && !drains {
+		h.Have = serverLines(is)
 	}
-	lines.Reset()
-	if renderServer(&lines, w); lines.Len() > 0 {
-		h.Want = strings.Split(strings.TrimSuffix(lines.String(), "\n"), "\n")
+	if len(w.realServers) > 0 {
+		h.Want = serverLines(w)
 	}
 	return h
 }

@@ -22,7 +22,7 @@ func diffOf(t interface {
 	Fatal(...any)
 }, e *engine, p *plan.Plan) []drift.Hunk {
 	t.Helper()
-	have, err := e.machine.read(e.family, e.options, e.exclude)
+	have, err := e.machine.objects(e.family, e.options, e.exclude)
 	must(t, err)
 	o := e.options
 	o.Host, err = e.machine.host(e.family)
@@ -50,9 +50,7 @@ func TestDiff(t *testing.T) {
 			p.Node, p.Settings = plans[0].Node, plans[0].Settings
 			predicted := diffOf(t, e, p)
 			before := k.text()
-			if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-				t.Fatal(err)
-			}
+			must(t, e.Sync(context.Background(), p, plan.Everything()))
 			if len(predicted) == 0 && k.text() != before {
 				t.Fatalf("step %d: nothing was to change, and the sync made of\n%s\nthis:\n%s", i, before, k.text())
 			}

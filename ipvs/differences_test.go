@@ -4,6 +4,7 @@ import (
 	"net/netip"
 	"testing"
 
+	"nodeproxy/internal/set"
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
 	"nodeproxy/plan"
@@ -48,7 +49,7 @@ func TestDifferences(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	rs, err := ipvs.Machine(p, plan.IPv4, ipvs.Options{MasqueradeBit: 14, Host: map[netip.Addr]struct{}{node: {}}})
+	rs, err := ipvs.Machine(p, plan.IPv4, ipvs.Options{MasqueradeBit: 14, Host: set.Of(node)})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -11,16 +11,18 @@ import (
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/kernel/names"
+	"nodeproxy/plan"
 )
 
-// differs records a difference that the name of the object describes completely.
-func (e *engine) differs(k drift.Kind, s drift.State, format string, args ...any) {
-	e.Found = append(e.Found, drift.Difference{Kind: k, State: s, Object: fmt.Sprintf(format, args...)})
+// comparison finds out how the state of a family in the kernel differs from the one that was written.
+type comparison struct {
+	family plan.Family
+	found  drift.Found
 }
 
 // compare records the differences between two maps of one kind of object: what is missing, what is unexpected, and, by changed unless
 // that is nil, what is in both. A nil order is any.
-func compare[K comparable, V any](e *engine, kind drift.Kind, before, now map[K]V, order func(a, b K) int, name func(K) string,
+func compare[K comparable, V any](c *comparison, kind drift.Kind, before, now map[K]V, order func(a, b K) int, name func(K) string,
 	changed func(k K, was, is V)) {
 	keys := func(in map[K]V) iter.Seq[K] {
 		if order == nil {
@@ -30,57 +32,88 @@ func compare[K comparable, V any](e *engine, kind drift.Kind, before, now map[K]
 	}
 	for k := range keys(before) {
 		if is, ok := now[k]; !ok {
-			e.differs(kind, drift.Missing, "%s", name(k))
+			c.found = append(c.found, drift.Difference{Kind: kind, State: drift.Missing, Object: name(k)})
 		} else if changed != nil {
 			changed(k, before[k], is)
 		}
 	}
 	for k := range keys(now) {
 		if _, was := before[k]; !was {
-			e.differs(kind, drift.Unexpected, "%s", name(k))
+			c.found = append(c.found, drift.Difference{Kind: kind, State: drift.Unexpected, Object: name(k)})
 		}
+	}
+}
+
+// changed records that an object has another value.
+func (c *comparison) changed(kind drift.Kind, object, aspect, was, is string) {
+	if was != is {
+		c.found = append(c.found, drift.Difference{Kind: kind, State: drift.Changed, Object: object, Aspect: aspect, Want: was, Have: is})
 	}
 }
 
 func onDevice[K fmt.Stringer](k K) string { return k.String() + " of interface " + names.Device }
 
-// differences finds out how the actual state differs from the one that was written. Package xtables compares the rules, and
-// routeDifferences the routes.
-func (e *engine) differences(before *actual) {
-	compare(e, drift.VirtualServer, before.servers, e.actual.servers, compareServers, ipvs.ServerID.String,
-		func(id ipvs.ServerID, was, is *actualServer) {
-			if is.Server != was.Server {
-				e.Found = append(e.Found, drift.Difference{Kind: drift.VirtualServer, State: drift.Changed, Object: id.String(),
-					Want: serverOptions(was.Server), Have: serverOptions(is.Server)})
-			}
-			e.realServerDifferences(id, was, is)
-		})
+// differences returns how the state of a family in the kernel differs from the one that was written. Package xtables compares the rules.
+func differences(f plan.Family, before, now *actual) drift.Found {
+	c := &comparison{family: f}
+	compare(c, drift.VirtualServer, before.servers, now.servers, compareServers, ipvs.ServerID.String, c.server)
 	// Entries are not sorted: a program that empties a set leaves thousands.
-	compare(e, drift.SetElement, before.members, e.actual.members, nil, e.memberName, func(m member, was, is shared) {
+	name := func(m member) string { return m.name(f) }
+	compare(c, drift.SetElement, before.members, now.members, nil, name, func(m member, was, is shared) {
 		if is.mark != was.mark || is.mask != was.mask {
-			set := setOf(m.set, e.family)
-			e.Found = append(e.Found, drift.Difference{Kind: drift.SetElement, State: drift.Changed, Object: e.memberName(m),
-				Want: m.marked(was).Text(set), Have: m.marked(is).Text(set)})
+			set := setOf(m.set, f)
+			c.changed(drift.SetElement, name(m), "", m.marked(was).Text(set), m.marked(is).Text(set))
 		}
 	})
-	e.portDifferences(before)
-	compare(e, drift.Address, before.vips, e.actual.vips, netip.Addr.Compare, onDevice, nil)
+	c.ports(&before.ports, &now.ports)
+	compare(c, drift.Address, before.vips, now.vips, netip.Addr.Compare, onDevice, nil)
+	compare(c, drift.Route, before.routes, now.routes, netip.Prefix.Compare, onDevice, func(r netip.Prefix, was, is netip.Addr) {
+		c.changed(drift.Route, onDevice(r), "source", was.String(), is.String())
+	})
+	return c.found
 }
 
-func (e *engine) realServerDifferences(id ipvs.ServerID, was, is *actualServer) {
+func (c *comparison) server(id ipvs.ServerID, was, is *actualServer) {
+	if is.Server != was.Server {
+		c.found = append(c.found, drift.Difference{Kind: drift.VirtualServer, State: drift.Changed, Object: id.String(),
+			Want: serverOptions(was.Server), Have: serverOptions(is.Server)})
+	}
 	name := func(addr netip.AddrPort) string { return fmt.Sprintf("%s of virtual server %s", addr, id) }
-	compare(e, drift.RealServer, was.realServers, is.realServers, netip.AddrPort.Compare, name,
+	compare(c, drift.RealServer, was.realServers, is.realServers, netip.AddrPort.Compare, name,
 		func(addr netip.AddrPort, was, is *actualRealServer) {
 			if is.weight != was.weight {
-				e.Found = append(e.Found, drift.Difference{Kind: drift.RealServer, State: drift.Changed, Object: name(addr),
-					Aspect: "weight", Want: fmt.Sprint(was.weight), Have: fmt.Sprint(is.weight)})
+				c.changed(drift.RealServer, name(addr), "weight", fmt.Sprint(was.weight), fmt.Sprint(is.weight))
 			}
 		})
 }
 
-func (e *engine) memberName(m member) string {
-	set := setOf(m.set, e.family)
-	return m.entry.Text(set) + " of set " + set.Name
+// ports compares what diverts ports.
+func (c *comparison) ports(was, is *actualPorts) {
+	table := func(state drift.State, parts string) {
+		c.found = append(c.found, drift.Difference{Kind: drift.Chain, State: state,
+			Object: fmt.Sprintf("nftables table %s %s routing rule (%s)", names.IPVSPorts, parts, c.family)})
+	}
+	switch {
+	case was.complete && !is.exists:
+		table(drift.Missing, "with its")
+	case was.complete && !is.complete:
+		table(drift.Changed, "or its")
+	case !was.exists && is.exists:
+		table(drift.Unexpected, "or its")
+	}
+	compare(c, drift.SetElement, was.all(), is.all(), comparePorts, func(p plan.Address) string {
+		return fmt.Sprintf("%s . %s . %d of nftables table %s", p.Addr, p.Protocol.Lower(), p.Port, names.IPVSPorts)
+	}, nil)
+	compare(c, drift.Route, was.routes, is.routes, netip.Addr.Compare, func(a netip.Addr) string {
+		return fmt.Sprintf("%s of interface %s in table %d", a, names.Device, names.PortsRouteTable)
+	}, nil)
+	compare(c, drift.Address, was.unrouted, is.unrouted, netip.Addr.Compare, func(a netip.Addr) string {
+		return fmt.Sprintf("%s of interface %s, without a route", a, names.Device)
+	}, nil)
+}
+
+func (m member) name(f plan.Family) string {
+	return m.entry.Text(setOf(m.set, f)) + " of set " + setName(m.set, f)
 }
 
 // marked returns the entry with its mark.
@@ -89,19 +122,9 @@ func (m member) marked(s shared) ipset.Entry {
 	return m.entry
 }
 
-// routeDifferences compares the actual routes with those that were made.
-func (e *engine) routeDifferences(have map[netip.Prefix]netip.Addr) {
-	compare(e, drift.Route, e.routed, have, netip.Prefix.Compare, onDevice, func(r netip.Prefix, was, is netip.Addr) {
-		if is != was {
-			e.Found = append(e.Found, drift.Difference{Kind: drift.Route, State: drift.Changed, Object: onDevice(r),
-				Aspect: "source", Want: was.String(), Have: is.String()})
-		}
-	})
-}
-
-// realServer returns the real server at an address; nil if there was none, or if the former state is not known.
+// realServer returns the real server at an address; nil if there is none.
 func (h *actual) realServer(id ipvs.ServerID, addr netip.AddrPort) *actualRealServer {
-	if h == nil || h.servers[id] == nil {
+	if h.servers[id] == nil {
 		return nil
 	}
 	return h.servers[id].realServers[addr]

@@ -10,6 +10,7 @@ import (
 
 	"pgregory.net/rapid"
 
+	"nodeproxy/internal/set"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
@@ -25,16 +26,12 @@ func TestDriftWithPendingChanges(t *testing.T) {
 		e, k := fakeEngine(f, testOptions)
 		plans := rapid.SliceOfN(plantest.Plans(), 2, 4).Draw(t, "plans")
 		for i, p := range plans {
-			if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-				t.Fatal(err)
-			}
+			must(t, e.Sync(context.Background(), p, plan.Everything()))
 			if e.Compared != (i > 0) || len(e.Found) > 0 {
 				t.Fatalf("step %d: compared %t, found %s", i, e.Compared, e.Found.Words(5))
 			}
 			if rapid.Bool().Draw(t, "drain") {
-				if err := e.drain(time.Now()); err != nil {
-					t.Fatal(err)
-				}
+				must(t, e.drain(time.Now()))
 			}
 		}
 		var gone netip.Addr
@@ -44,9 +41,7 @@ func TestDriftWithPendingChanges(t *testing.T) {
 		if gone.IsValid() {
 			delete(k.addresses, gone)
 		}
-		if err := e.Sync(context.Background(), plans[0], plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		must(t, e.Sync(context.Background(), plans[0], plan.Everything()))
 		if !gone.IsValid() && len(e.Found) > 0 || gone.IsValid() && (len(e.Found) != 1 || e.Found[0].Kind != drift.Address ||
 			!strings.Contains(e.Found.Words(1), gone.String())) {
 			t.Fatalf("address %s was removed: found %s", gone, e.Found.Words(5))
@@ -86,7 +81,7 @@ func TestNothingIsKnownAfterAnError(t *testing.T) {
 	e, k := fakeEngine(plan.IPv4, testOptions)
 	p := large(3)
 	must(t, e.Sync(context.Background(), p, plan.Everything()))
-	k.addresses = map[netip.Addr]struct{}{}
+	k.addresses = set.Set[netip.Addr]{}
 	k.fail = "rules"
 	if err := e.Sync(context.Background(), p, plan.Everything()); err == nil {
 		t.Fatal("the kernel refused the rules, and there was no error")

@@ -1,6 +1,7 @@
 package ipvs
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -12,6 +13,7 @@ import (
 	"time"
 
 	"nodeproxy/backend"
+	"nodeproxy/internal/set"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
@@ -22,8 +24,7 @@ import (
 // engine programs one family.
 type engine struct {
 	family  plan.Family
-	options Options
-	known   Options // those that do not change: all but Host
+	options Options // but for Host, which desired has
 	machine machine
 	exclude []netip.Prefix // whose virtual servers belong to other programs
 	grace   time.Duration
@@ -32,10 +33,8 @@ type engine struct {
 	mu sync.Mutex // between Sync and the removal of drained real servers
 	// desired is what the last plan asks for; nil if the kernel's state is not known.
 	desired *state
-	ranges  []netip.Prefix
 	actual  *actual
-	routed  map[netip.Prefix]netip.Addr // the routes of ranges that were made, with their sources
-	refused map[ipvs.ServerID]error     // virtual servers that the kernel refuses, as a whole or in part
+	refused map[ipvs.ServerID]error // virtual servers that the kernel refuses, as a whole or in part
 	// refusedMembers are entries of sets, by key, that the kernel refuses.
 	refusedMembers map[member]refusedMember
 	reported       []plan.Refusal // the last call of onRefused, if that is not nil
@@ -53,12 +52,23 @@ type engine struct {
 	swept bool
 }
 
-// actual is the known state of our objects in the kernel.
+// actual is the state of our objects in the kernel, or what it is to be.
 type actual struct {
 	servers map[ipvs.ServerID]*actualServer
+	foreign []ipvs.Server // of servers; neither kube-proxy nor we make such ones
+	sets    [setCount]bool
 	members map[member]shared // by key; count is not used
-	vips    map[netip.Addr]struct{}
+	vips    set.Set[netip.Addr]
+	routes  map[netip.Prefix]netip.Addr // of ranges, with their sources
 	ports   actualPorts
+}
+
+func newActual() *actual {
+	return &actual{
+		servers: map[ipvs.ServerID]*actualServer{}, members: map[member]shared{}, vips: set.Set[netip.Addr]{},
+		routes: map[netip.Prefix]netip.Addr{},
+		ports:  actualPorts{ports: map[netip.Addr]set.Set[plan.Address]{}, routes: set.Set[netip.Addr]{}, unrouted: set.Set[netip.Addr]{}},
+	}
 }
 
 // actualServer is a virtual server in the kernel.
@@ -89,7 +99,7 @@ func (e *engine) Sync(ctx context.Context, p *plan.Plan, change plan.Change) err
 	} else {
 		t := e.desired.update(p, change.Keys(), e.mostAtOnce)
 		e.step(t)
-		err = e.apply(t, nil)
+		err = e.apply(t, ruleSteps{})
 	}
 	if err != nil {
 		e.desired, e.rest = nil, nil
@@ -119,14 +129,12 @@ func (e *engine) follow() (again bool) {
 			delete(t.vips, a)
 		}
 	}
-	e.options.Host = host
+	e.desired.options.Host = host
 	if len(t.vips) == 0 && !routes {
 		return false
 	}
-	none := func() error { return nil }
-	steps := &ruleSteps{none, none, none}
+	var steps ruleSteps
 	if routes {
-		e.Compared = false
 		steps.routes = func() error { return e.routes(true) }
 	}
 	if err := e.apply(t, steps); err != nil {
@@ -137,23 +145,14 @@ func (e *engine) follow() (again bool) {
 }
 
 // addressesChanged returns what a change of the node's addresses to host touches, and whether that includes the source of routes.
-func (e *engine) addressesChanged(host map[netip.Addr]struct{}) (t *touched, routes bool) {
+func (e *engine) addressesChanged(host set.Set[netip.Addr]) (t *touched, routes bool) {
 	t = newTouched()
-	note := func(a netip.Addr) {
-		if e.desired.vips[a] > 0 || e.desired.ports[a] != nil {
-			t.vips[a] = struct{}{}
+	was := e.desired.options.Host
+	for a := range host.Difference(was).Union(was.Difference(host)) {
+		if e.desired.asked(a) {
+			t.vips.Insert(a)
 		}
-		routes = routes || len(e.ranges) > 0 && a == e.desired.node.IP(e.family)
-	}
-	for a := range host {
-		if _, was := e.options.Host[a]; !was {
-			note(a)
-		}
-	}
-	for a := range e.options.Host {
-		if _, is := host[a]; !is {
-			note(a)
-		}
+		routes = routes || len(e.desired.ranges) > 0 && a == e.desired.node.IP(e.family)
 	}
 	return t, routes
 }
@@ -168,14 +167,15 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	if err != nil {
 		return err
 	}
-	e.options.Host = host
+	options := e.options
+	options.Host = host
 	rest := e.rest
 	e.rest = nil
 	before := e.actual
 	if e.Compared = e.desired != nil; !e.Compared {
 		before = nil
 	}
-	e.desired, e.ranges = full(p, e.family, e.options), e.options.routed(p, e.family)
+	e.desired = full(p, e.family, options)
 	// On a node that another mode serves, its rules translate destinations before IPVS sees a packet, until everything is in place.
 	// On any other node, the rules that masquerade and refuse come first.
 	takeOver, err := e.machine.tables.ServiceChains(ctx)
@@ -193,7 +193,7 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 			e.Found = append(e.Found, drift.Difference{Kind: drift.Address, State: drift.Changed,
 				Object: "interface " + names.Device + " with all addresses", Aspect: "it was " + mended})
 		}
-		e.differences(before)
+		e.Found = append(e.Found, differences(e.family, before, e.actual)...)
 		if counts := e.Found.Counts(); counts[drift.VirtualServer]+counts[drift.RealServer] == 0 {
 			e.alike++
 		}
@@ -207,11 +207,10 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 		}
 		return e.guardMarks()
 	}
-	steps := &ruleSteps{before: write, after: func() error { return nil }}
+	steps := ruleSteps{before: write, routes: func() error { return e.routes(p.Partial) }}
 	if takeOver {
-		steps = &ruleSteps{before: steps.after, after: write}
+		steps.before, steps.after = nil, write
 	}
-	steps.routes = func() error { return e.routes(p.Partial) }
 	all := e.everything()
 	if p.Partial {
 		e.leaveUnknown(all, p)
@@ -248,61 +247,41 @@ func (e *engine) guardMarks() error {
 	if was {
 		state = drift.Changed
 	}
-	e.differs(drift.Chain, state, "in nftables table %s (%s)", names.IPVSMarks, e.family)
+	e.Found = append(e.Found, drift.Difference{Kind: drift.Chain, State: state,
+		Object: fmt.Sprintf("in nftables table %s (%s)", names.IPVSMarks, e.family)})
 	return nil
 }
 
-// ruleSteps are the steps of a full sync in the middle of apply: rules before or after the virtual servers, routes for ranges.
+// ruleSteps are the steps of a full sync in the middle of apply, if not nil: rules before or after the virtual servers, routes for ranges.
 type ruleSteps struct {
 	before, after, routes func() error
 }
 
-// read reads the actual state. It makes missing sets. Real servers that drained before, if that is known, continue to drain.
-func (e *engine) read(before *actual) error {
-	e.actual = &actual{servers: map[ipvs.ServerID]*actualServer{}, members: map[member]shared{}}
+// read reads the actual state. It makes missing sets, and removes virtual servers of ours that only another program makes so. Real servers
+// that drained before, if that is known, continue to drain.
+func (e *engine) read(before *actual) (err error) {
 	for id := range setCount {
-		set := setOf(id, e.family)
-		if _, err := e.machine.sets.Ensure(set); err != nil {
+		if _, err := e.machine.sets.Ensure(setOf(id, e.family)); err != nil {
 			return err
-		}
-		entries, err := e.machine.sets.Entries(set)
-		if err != nil {
-			return err
-		}
-		for entry := range entries {
-			m := member{id, entry}
-			e.actual.members[m.key()] = shared{mark: entry.Mark, mask: entry.Mask}
 		}
 	}
-	list, err := e.machine.servers.List(e.family)
-	if err != nil {
+	if e.actual, err = e.machine.read(e.family, e.desired.marks, e.exclude); err != nil {
 		return err
 	}
-	now := time.Now() // Once: if reading the clock is a system call, doing so for each takes as long as everything else.
-	for id, v := range list {
-		if e.foreign(id) {
-			continue
-		}
-		if v.Foreign { // Neither kube-proxy nor we make such a server, but its address is ours: replace it.
-			e.queue(ipvs.DeleteServer, v.Server, ipvs.RealServer{}, nil)
-			continue
-		}
-		h := &actualServer{Server: v.Server, realServers: map[netip.AddrPort]*actualRealServer{}}
-		for addr, d := range v.RealServers {
-			h.realServers[addr] = &actualRealServer{weight: d.Weight, draining: d.Weight == 0, since: now}
-			if was := before.realServer(id, addr); was != nil && was.draining && d.Weight == 0 {
-				h.realServers[addr].since = was.since
+	for _, v := range e.actual.foreign {
+		e.queue(ipvs.DeleteServer, v, ipvs.RealServer{}, nil)
+		delete(e.actual.servers, v.ID)
+	}
+	if before != nil {
+		for id, v := range before.servers {
+			for addr, was := range v.realServers {
+				if d := e.actual.realServer(id, addr); d != nil && was.draining && d.draining {
+					d.since = was.since
+				}
 			}
 		}
-		e.actual.servers[id] = h
 	}
-	if err := e.flush(); err != nil {
-		return err
-	}
-	if e.actual.vips, err = e.machine.device.Addresses(e.family); err != nil {
-		return err
-	}
-	return e.readPorts()
+	return e.flush()
 }
 
 // foreign reports whether a virtual server is not ours, whatever the plan.
@@ -320,11 +299,11 @@ func (m marks) foreign(id ipvs.ServerID, exclude []netip.Prefix) bool {
 func (e *engine) everything() *touched {
 	t := newTouched()
 	for id := range e.desired.servers {
-		t.servers[id] = struct{}{}
+		t.servers.Insert(id)
 	}
 	hashes := map[uint32]bool(nil)
 	for id := range e.actual.servers {
-		t.servers[id] = struct{}{}
+		t.servers.Insert(id)
 		if _, wanted := e.desired.servers[id]; wanted {
 			continue
 		}
@@ -336,27 +315,18 @@ func (e *engine) everything() *touched {
 		}
 	}
 	for m := range e.desired.members {
-		t.members[m] = struct{}{}
+		t.members.Insert(m)
 	}
 	for m := range e.actual.members {
 		if m.set != setVIPs { // They follow the addresses.
-			t.members[m] = struct{}{}
+			t.members.Insert(m)
+		} else {
+			t.vips.Insert(m.entry.Addr)
 		}
 	}
-	for a := range e.desired.vips {
-		t.vips[a] = struct{}{}
-	}
-	for a := range e.actual.vips {
-		t.vips[a] = struct{}{}
-	}
-	for a := range e.desired.ports {
-		t.vips[a] = struct{}{}
-	}
-	e.actual.ports.addresses(func(a netip.Addr) { t.vips[a] = struct{}{} })
-	for m := range e.actual.members {
-		if m.set == setVIPs {
-			t.vips[m.entry.Addr] = struct{}{}
-		}
+	for _, some := range []set.Set[netip.Addr]{set.Keys(e.desired.vips), set.Keys(e.desired.ports), e.actual.vips,
+		set.Keys(e.actual.ports.ports), e.actual.ports.routes, e.actual.ports.unrouted} {
+		maps.Copy(t.vips, some)
 	}
 	return t
 }
@@ -377,7 +347,7 @@ func (e *engine) leaveUnknown(t *touched, p *plan.Plan) {
 		}
 	}
 	for a := range t.vips {
-		if e.desired.vips[a] == 0 && e.desired.ports[a] == nil {
+		if !e.desired.asked(a) {
 			delete(t.vips, a)
 		}
 	}
@@ -389,136 +359,99 @@ func (e *engine) leaveUnknown(t *touched, p *plan.Plan) {
 // a virtual server only while that has its real servers; an address of a Service is added last and removed last. A port of an
 // external IP is removed before its virtual server, or else it would lead to a program on the node. One failure does not prevent
 // the other changes.
-func (e *engine) apply(t *touched, steps *ruleSteps) error {
-	if steps == nil {
-		none := func() error { return nil }
-		steps = &ruleSteps{none, none, none}
-	}
-	bind, unbind, unlist := e.addresses(t)
-	ports := e.portChanges(t)
-	m := e.members(t, bind, unlist)
+func (e *engine) apply(t *touched, steps ruleSteps) error {
+	a := e.addresses(t)
+	m := e.members(t, a.bind, a.unlist)
 	ids := slices.SortedFunc(maps.Keys(t.servers), e.order)
 	var errs []error
 	do := func(err error) { errs = append(errs, err) }
-	do(e.addBefore(m.addBefore))
-	do(steps.before())
+	step := func(step func() error) {
+		if step != nil {
+			do(step())
+		}
+	}
+	do(e.addMembers(m.addBefore, true)) // those that admit before those that limit
+	step(steps.before)
 	for _, id := range ids {
 		e.ensureServer(id)
 	}
 	do(e.flush())
-	do(steps.routes())
-	if len(bind) > 0 {
-		do(e.bind(bind))
-	}
-	do(e.addPorts(ports))
-	do(e.addAfter(m.addAfter))
-	do(steps.after())
-	do(e.removePorts(ports))
-	do(e.removeBefore(m.removeBefore))
+	step(steps.routes)
+	do(e.bind(a.bind))
+	do(e.addPorts(a))
+	do(e.addMembers(m.addAfter, false)) // marks before those that drop packets without a mark
+	step(steps.after)
+	do(e.removePorts(a))
+	do(e.removeMembers(m.removeBefore, true)) // those that drop packets without a mark before the marks
 	for _, id := range ids {
 		_, replaced := t.replaced[id]
 		e.pruneServer(id, replaced)
 	}
 	do(e.flush())
-	do(e.removeAfter(m.removeAfter))
-	if len(unbind) > 0 {
-		do(e.unbind(unbind))
-	}
+	do(e.removeMembers(m.removeAfter, false)) // those that limit before those that admit
+	do(e.unbind(a.unbind))
 	return errors.Join(errs...)
 }
 
 // order sorts critical virtual servers first.
 func (e *engine) order(a, b ipvs.ServerID) int {
 	critical := func(id ipvs.ServerID) int {
-		if v, ok := e.desired.servers[id]; ok && v.critical {
+		if e.desired.servers[id].critical {
 			return 0
 		}
 		return 1
 	}
-	if d := critical(a) - critical(b); d != 0 {
-		return d
-	}
-	return compareServers(a, b)
-}
-
-// addresses returns the addresses to add to the device with all of their ports, those to remove from it, and those to remove from
-// the set of the former.
-func (e *engine) addresses(t *touched) (bind, unbind, unlist []netip.Addr) {
-	for _, a := range slices.SortedFunc(maps.Keys(t.vips), netip.Addr.Compare) {
-		_, is := e.actual.vips[a]
-		_, unrouted := e.actual.ports.unrouted[a]
-		_, listed := e.actual.members[vipMember(a)]
-		byPort := e.desired.byPort(a, e.options.Host, e.ranges)
-		wanted := e.desired.bound(a, e.options.Host, e.ranges)
-		switch {
-		case wanted && !(is && listed):
-			bind = append(bind, a)
-		case !wanted && !byPort && (is || unrouted || listed):
-			unbind = append(unbind, a)
-		}
-		if !wanted && listed && !(byPort && t.onlyAdd) {
-			unlist = append(unlist, a)
-		}
-	}
-	return bind, unbind, unlist
+	return cmp.Or(critical(a)-critical(b), compareServers(a, b))
 }
 
 func vipMember(a netip.Addr) member { return member{setVIPs, ipset.Entry{Addr: a}} }
 
 func (e *engine) bind(list []netip.Addr) error {
+	if len(list) == 0 {
+		return nil
+	}
 	if err := e.machine.device.AddAddresses(list); err != nil {
 		return err
 	}
-	unrouted := slices.DeleteFunc(slices.Clone(list), func(a netip.Addr) bool { _, is := e.actual.ports.unrouted[a]; return !is })
+	unrouted := slices.DeleteFunc(slices.Clone(list), func(a netip.Addr) bool { return !e.actual.ports.unrouted.Has(a) })
 	if len(unrouted) > 0 {
 		if err := e.machine.device.RouteAddresses(unrouted); err != nil {
 			return err
 		}
 	}
 	e.Wrote(drift.Address, len(list))
-	for _, a := range list {
-		delete(e.actual.ports.unrouted, a)
-		e.actual.vips[a] = struct{}{}
-	}
+	e.actual.ports.unrouted.Delete(list...)
+	e.actual.vips.Insert(list...)
 	return nil
 }
 
 func (e *engine) unbind(list []netip.Addr) error {
+	if len(list) == 0 {
+		return nil
+	}
 	if err := e.machine.device.RemoveAddresses(list); err != nil {
 		return err
 	}
 	e.Wrote(drift.Address, len(list))
-	for _, a := range list {
-		delete(e.actual.ports.unrouted, a)
-		delete(e.actual.vips, a)
-	}
+	e.actual.ports.unrouted.Delete(list...)
+	e.actual.vips.Delete(list...)
 	return nil
 }
 
 // routes makes the routes of ranges as desired. New ones are added before old ones are removed.
 func (e *engine) routes(onlyAdd bool) error {
-	have, err := e.machine.device.Routes(e.family)
-	if err != nil {
-		return err
-	}
-	if e.Compared {
-		e.routeDifferences(have)
-	}
-	src := e.desired.node.IP(e.family)
-	if _, own := e.options.Host[src]; !own {
-		src = netip.Addr{} // A route's source must be an address of the node.
-	}
+	src, have := e.desired.source(), e.actual.routes
 	var errs []error
-	e.routed = map[netip.Prefix]netip.Addr{}
-	for _, r := range e.ranges {
-		e.routed[r] = src
+	for _, r := range e.desired.ranges {
 		if with, is := have[r]; !is || with != src {
 			errs = append(errs, e.machine.device.AddRoute(r, src))
+			have[r] = src
 		}
 	}
 	for r := range have {
-		if !slices.Contains(e.ranges, r) && !onlyAdd {
+		if !slices.Contains(e.desired.ranges, r) && !onlyAdd {
 			errs = append(errs, e.machine.device.RemoveRoute(r))
+			delete(have, r)
 		}
 	}
 	return errors.Join(errs...)

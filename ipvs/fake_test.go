@@ -11,6 +11,7 @@ import (
 	"strings"
 	"time"
 
+	"nodeproxy/internal/set"
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/kernel/xtables"
@@ -26,15 +27,14 @@ const testGrace = 5 * time.Minute
 type fakeKernel struct {
 	family      plan.Family
 	virtual     map[ipvs.ServerID]*ipvs.ActualServer
-	set         map[string]map[ipset.Entry]struct{} // by name; entries without marks
-	marks       map[string]map[ipset.Entry]ipset.Entry
-	addresses   map[netip.Addr]struct{}
+	set         map[string]map[ipset.Entry]ipset.Entry // by name; entries by what they are without marks
+	addresses   set.Set[netip.Addr]
 	local       map[netip.Prefix]netip.Addr
-	unrouted    map[netip.Addr]struct{} // of addresses
-	portRoutes  map[netip.Addr]struct{}
-	ports       map[plan.Address]struct{} // nil if there is no table for them
-	brokenPorts bool                      // the table is not what it should be
-	hostAddrs   map[netip.Addr]struct{}
+	unrouted    set.Set[netip.Addr] // of addresses
+	portRoutes  set.Set[netip.Addr]
+	ports       set.Set[plan.Address] // nil if there is no table for them
+	brokenPorts bool                  // the table is not what it should be
+	hostAddrs   set.Set[netip.Addr]
 	fixed       xtables.Desired
 	otherMode   bool
 	connections map[netip.AddrPort]uint32
@@ -45,10 +45,10 @@ type fakeKernel struct {
 
 func newFakeKernel(f plan.Family) *fakeKernel {
 	return &fakeKernel{
-		family: f, virtual: map[ipvs.ServerID]*ipvs.ActualServer{}, set: map[string]map[ipset.Entry]struct{}{},
-		marks: map[string]map[ipset.Entry]ipset.Entry{}, addresses: map[netip.Addr]struct{}{},
-		local: map[netip.Prefix]netip.Addr{}, hostAddrs: map[netip.Addr]struct{}{},
-		unrouted: map[netip.Addr]struct{}{}, portRoutes: map[netip.Addr]struct{}{},
+		family: f, virtual: map[ipvs.ServerID]*ipvs.ActualServer{}, set: map[string]map[ipset.Entry]ipset.Entry{},
+		addresses: set.Set[netip.Addr]{},
+		local:     map[netip.Prefix]netip.Addr{}, hostAddrs: set.Set[netip.Addr]{},
+		unrouted: set.Set[netip.Addr]{}, portRoutes: set.Set[netip.Addr]{},
 		connections: map[netip.AddrPort]uint32{},
 	}
 }
@@ -147,7 +147,7 @@ func (k fakeSets) Ensure(s ipset.Set) (bool, error) {
 	if k.set[s.Name] != nil {
 		return false, nil
 	}
-	k.set[s.Name], k.marks[s.Name] = map[ipset.Entry]struct{}{}, map[ipset.Entry]ipset.Entry{}
+	k.set[s.Name] = map[ipset.Entry]ipset.Entry{}
 	return true, nil
 }
 
@@ -156,11 +156,7 @@ func bare(e ipset.Entry) ipset.Entry { return member{entry: e}.key().entry }
 func (k fakeSets) Size(name string) (int, error) { return len(k.set[name]), nil }
 
 func (k fakeSets) Entries(s ipset.Set) (map[ipset.Entry]struct{}, error) {
-	out := map[ipset.Entry]struct{}{}
-	for e := range k.set[s.Name] {
-		out[k.marks[s.Name][e]] = struct{}{}
-	}
-	return out, nil
+	return set.Of(slices.Collect(maps.Values(k.set[s.Name]))...), nil
 }
 
 func (k fakeSets) Add(s ipset.Set, list []ipset.Entry) error {
@@ -168,8 +164,7 @@ func (k fakeSets) Add(s ipset.Set, list []ipset.Entry) error {
 		return err
 	}
 	for _, e := range list {
-		k.set[s.Name][bare(e)] = struct{}{}
-		k.marks[s.Name][bare(e)] = e
+		k.set[s.Name][bare(e)] = e
 	}
 	return nil
 }
@@ -180,7 +175,6 @@ func (k fakeSets) Remove(s ipset.Set, list []ipset.Entry) error {
 	}
 	for _, e := range list {
 		delete(k.set[s.Name], bare(e))
-		delete(k.marks[s.Name], bare(e))
 	}
 	return nil
 }
@@ -194,75 +188,64 @@ type fakeDevice struct{ *fakeKernel }
 
 func (fakeDevice) Ensure() (string, error) { return "", nil }
 
-func (k fakeDevice) Addresses(plan.Family) (map[netip.Addr]struct{}, error) {
+func (k fakeDevice) Addresses(plan.Family) (set.Set[netip.Addr], error) {
 	return maps.Clone(k.addresses), nil
 }
 
 func (k fakeDevice) AddAddresses(list []netip.Addr) error {
-	for _, a := range list {
-		k.addresses[a] = struct{}{}
-	}
+	k.addresses.Insert(list...)
 	return k.call("add addresses %v", list)
 }
 
 func (k fakeDevice) RemoveAddresses(list []netip.Addr) error {
-	for _, a := range list {
-		delete(k.addresses, a)
-		delete(k.unrouted, a)
-	}
+	k.addresses.Delete(list...)
+	k.unrouted.Delete(list...)
 	return k.call("remove addresses %v", list)
 }
 
-func (k fakeDevice) UnroutedAddresses(plan.Family) (map[netip.Addr]struct{}, error) {
-	out := maps.Clone(k.unrouted)
-	maps.DeleteFunc(out, func(a netip.Addr, _ struct{}) bool { _, is := k.addresses[a]; return !is })
-	return out, nil
+func (k fakeDevice) UnroutedAddresses(plan.Family) (set.Set[netip.Addr], error) {
+	return k.unrouted.Difference(k.unrouted.Difference(k.addresses)), nil
 }
 
 func (k fakeDevice) AddUnrouted(list []netip.Addr) error {
 	for _, a := range list {
-		if _, routed := k.portRoutes[a]; !routed {
+		if !k.portRoutes.Has(a) {
 			return fmt.Errorf("%s is to lose its route, and none of its ports is local", a)
 		}
-		k.addresses[a], k.unrouted[a] = struct{}{}, struct{}{}
 	}
+	k.addresses.Insert(list...)
+	k.unrouted.Insert(list...)
 	return k.call("add unrouted %v", list)
 }
 
 func (k fakeDevice) RouteAddresses(list []netip.Addr) error {
-	for _, a := range list {
-		delete(k.unrouted, a)
-	}
+	k.unrouted.Delete(list...)
 	return k.call("route addresses %v", list)
 }
 
-func (k fakeDevice) PortRoutes(plan.Family) (map[netip.Addr]struct{}, error) {
+func (k fakeDevice) PortRoutes(plan.Family) (set.Set[netip.Addr], error) {
 	return maps.Clone(k.portRoutes), nil
 }
 
 func (k fakeDevice) AddPortRoutes(list []netip.Addr) error {
-	for _, a := range list {
-		k.portRoutes[a] = struct{}{}
-	}
+	k.portRoutes.Insert(list...)
 	return k.call("add port routes %v", list)
 }
 
 func (k fakeDevice) RemovePortRoutes(list []netip.Addr) error {
-	for _, a := range list {
-		delete(k.portRoutes, a)
-	}
+	k.portRoutes.Delete(list...)
 	return k.call("remove port routes %v", list)
 }
 
 // fakePorts is the table that diverts ports.
 type fakePorts struct{ *fakeKernel }
 
-func (k fakePorts) List() (map[plan.Address]struct{}, bool, bool, error) {
+func (k fakePorts) List() (set.Set[plan.Address], bool, bool, error) {
 	return maps.Clone(k.ports), k.ports != nil, k.ports != nil && !k.brokenPorts, nil
 }
 
 func (k fakePorts) Write(list []plan.Address) error {
-	k.ports, k.brokenPorts = map[plan.Address]struct{}{}, false
+	k.ports, k.brokenPorts = set.Set[plan.Address]{}, false
 	return k.divert(list, "write ports %v")
 }
 
@@ -275,17 +258,17 @@ func (k fakePorts) Add(list []plan.Address) error {
 
 func (k fakePorts) divert(list []plan.Address, text string) error {
 	for _, p := range list {
-		if _, routed := k.portRoutes[p.Addr]; !routed {
+		if !k.portRoutes.Has(p.Addr) {
 			return fmt.Errorf("%v is to be local, and has no route", p)
 		}
-		k.ports[p] = struct{}{}
+		k.ports.Insert(p)
 	}
 	return k.call(text, list)
 }
 
 func (k fakePorts) Remove(list []plan.Address) error {
 	for _, p := range list {
-		if _, is := k.ports[p]; !is {
+		if !k.ports.Has(p) {
 			return fmt.Errorf("%v is to be removed, and is not there", p)
 		}
 		delete(k.ports, p)
@@ -330,8 +313,10 @@ func fakeEngine(f plan.Family, o Options) (*engine, *fakeKernel) {
 func engineOver(k *fakeKernel, o Options) *engine {
 	return &engine{family: k.family, options: o, grace: testGrace, log: slog.New(slog.DiscardHandler), machine: machine{
 		servers: fakeServers{k}, sets: fakeSets{k}, device: fakeDevice{k}, ports: fakePorts{k}, tables: fakeTables{k},
-		host:   func(plan.Family) (map[netip.Addr]struct{}, error) { return maps.Clone(k.hostAddrs), nil },
-		reader: func() (*reader, error) { return &reader{fakeServers{k}, fakeSets{k}, func() {}}, nil },
+		host: func(plan.Family) (set.Set[netip.Addr], error) { return maps.Clone(k.hostAddrs), nil },
+		reader: func() (machine, func(), error) {
+			return machine{servers: fakeServers{k}, sets: fakeSets{k}}, func() {}, nil
+		},
 	}}
 }
 
@@ -339,7 +324,7 @@ func engineOver(k *fakeKernel, o Options) *engine {
 func (k *fakeKernel) simulation() (*packetsim.Machine, error) {
 	m := newSimulation(k.family)
 	for id := range setCount {
-		for _, e := range k.marks[setName(id, k.family)] {
+		for _, e := range k.set[setName(id, k.family)] {
 			m.addEntry(id, e)
 		}
 	}
@@ -354,12 +339,12 @@ func (k *fakeKernel) simulation() (*packetsim.Machine, error) {
 		m.Added[r] = true
 	}
 	for a := range k.addresses {
-		if _, unrouted := k.unrouted[a]; !unrouted {
+		if !k.unrouted.Has(a) {
 			m.Added[xtables.Single(a)] = true
 		}
 	}
 	for a := range k.ports {
-		m.Diverted[a] = true
+		m.Diverted[a] = k.portRoutes.Has(a.Addr)
 	}
 	return m.Machine, restore.IPTables(m.Machine, k.fixed.Render())
 }
@@ -376,8 +361,8 @@ func (k *fakeKernel) text() string {
 	}
 	for _, name := range slices.Sorted(maps.Keys(k.set)) {
 		var lines []string
-		for e := range k.set[name] {
-			lines = append(lines, fmt.Sprintf("  %+v\n", k.marks[name][e]))
+		for _, e := range k.set[name] {
+			lines = append(lines, fmt.Sprintf("  %+v\n", e))
 		}
 		slices.Sort(lines)
 		fmt.Fprintf(&out, "%s\n%s", name, strings.Join(lines, ""))

@@ -24,7 +24,7 @@ func TestFollow(t *testing.T) {
 	sp := *p.Services[p.Sorted(plan.IPv4)[0].Key]
 	sp.Frontends = append(slices.Clone(sp.Frontends), plan.Frontend{Kind: plan.ExternalIP, Addr: external, Protocol: plan.TCP, Port: 80})
 	p.Set(&sp)
-	k.hostAddrs[node] = struct{}{}
+	k.hostAddrs.Insert(node)
 	must(t, e.Sync(context.Background(), p, plan.Everything()))
 	for _, step := range []struct {
 		what   string
@@ -33,10 +33,10 @@ func TestFollow(t *testing.T) {
 	}{
 		{"nothing changes", func() {}, ""},
 		{"a pod's interface", func() { k.hostAddrs[netip.MustParseAddr("10.244.0.1")] = struct{}{} }, ""},
-		{"a Service's address comes", func() { k.hostAddrs[external] = struct{}{} }, "clear ports,remove port routes,remove addresses"},
+		{"a Service's address comes", func() { k.hostAddrs.Insert(external) }, "clear ports,remove port routes,remove addresses"},
 		{"and goes", func() { delete(k.hostAddrs, external) }, "add port routes,write ports,add unrouted"},
 		{"the node's address goes", func() { delete(k.hostAddrs, node) }, "add route"},
-		{"and comes", func() { k.hostAddrs[node] = struct{}{} }, "add route"},
+		{"and comes", func() { k.hostAddrs.Insert(node) }, "add route"},
 	} {
 		k.calls = nil
 		step.change()
@@ -58,7 +58,7 @@ func TestFollow(t *testing.T) {
 		}
 	}
 	k.fail = "remove addresses"
-	k.hostAddrs[external] = struct{}{}
+	k.hostAddrs.Insert(external)
 	if !e.follow() || e.desired != nil {
 		t.Error("after a failure everything is to be synced anew")
 	}

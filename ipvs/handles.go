@@ -27,6 +27,11 @@ type handles struct {
 	missing []error
 }
 
+func newHandles() *handles {
+	return &handles{tables: map[plan.Family]*xtables.Tables{}, guards: map[plan.Family]*nftrules.Guards{},
+		ports: map[plan.Family]*nftrules.Ports{}}
+}
+
 // openHandles opens what a configuration needs, and sets its defaults. An error names what is missing.
 func openHandles(cfg *Config) (*handles, error) {
 	cfg.Scheduler = cmp.Or(cfg.Scheduler, DefaultScheduler)
@@ -37,8 +42,6 @@ func openHandles(cfg *Config) (*handles, error) {
 	if err != nil {
 		return nil, err
 	}
-	h.tables, h.guards = map[plan.Family]*xtables.Tables{}, map[plan.Family]*nftrules.Guards{}
-	h.ports = map[plan.Family]*nftrules.Ports{}
 	for _, f := range cfg.Families {
 		if t, err := xtables.NewTables(cfg.Variant, f, cfg.Log); err != nil {
 			h.missing = append(h.missing, fmt.Errorf("%s: %w", f, err))
@@ -46,9 +49,11 @@ func openHandles(cfg *Config) (*handles, error) {
 			h.tables[f] = t
 		}
 	}
-	if err := errors.Join(h.openGuards(newMarks(cfg.MasqueradeBit).guard()), h.openPorts()); err != nil {
-		h.close()
-		return nil, err
+	for f := range h.tables {
+		if err := h.openTables(f, newMarks(cfg.MasqueradeBit)); err != nil {
+			h.close()
+			return nil, err
+		}
 	}
 	if len(h.tables) == 0 {
 		h.close()
@@ -57,35 +62,47 @@ func openHandles(cfg *Config) (*handles, error) {
 	return h, nil
 }
 
-// openGuards opens the guard of marks of each family that has tables.
-func (h *handles) openGuards(m nftrules.MarkGuard) error {
-	for f := range h.tables {
-		switch g, err := nftrules.OpenGuards(f, m); {
-		case err == nil:
-			h.guards[f] = g
-		case !errors.Is(err, nft.ErrAbsent):
-			return err
-		}
+// openTables opens the guard of marks and what diverts ports of a family, as far as the kernel can have them.
+func (h *handles) openTables(f plan.Family, m marks) error {
+	switch g, err := nftrules.OpenGuards(f, m.guard()); {
+	case err == nil:
+		h.guards[f] = g
+	case !errors.Is(err, nft.ErrAbsent):
+		return err
+	}
+	switch p, err := nftrules.OpenPorts(f); {
+	case err == nil:
+		h.ports[f] = p
+	case !errors.Is(err, nftrules.ErrNoPorts):
+		return err
 	}
 	return nil
 }
 
-// openPorts opens what diverts ports of each family that has tables.
-func (h *handles) openPorts() error {
-	for f := range h.tables {
-		switch p, err := nftrules.OpenPorts(f); {
-		case err == nil:
-			h.ports[f] = p
-		case !errors.Is(err, nftrules.ErrNoPorts):
-			return err
-		}
+// machine returns what there is for a family, with the device unless that is nil.
+func (h *handles) machine(f plan.Family, d *host.Device) machine {
+	m := machine{host: hostAddresses, reader: func() (machine, func(), error) { return openReader(h.servers) }}
+	if h.servers != nil {
+		m.servers = h.servers
 	}
-	return nil
+	if h.sets != nil {
+		m.sets = h.sets
+	}
+	if d != nil {
+		m.device = d
+	}
+	if g := h.guards[f]; g != nil {
+		m.guard = g
+	}
+	if p := h.ports[f]; p != nil {
+		m.ports = p
+	}
+	return m
 }
 
 // openKernel opens the handles that depend on the kernel alone: all but the tables, guards and ports of the families.
 func openKernel(scheduler string) (*handles, error) {
-	h := &handles{}
+	h := newHandles()
 	var err error
 	if h.servers, err = ipvs.OpenServers(); err != nil {
 		return nil, err
@@ -105,7 +122,9 @@ func openKernel(scheduler string) (*handles, error) {
 
 // close closes the sockets.
 func (h *handles) close() {
-	_ = h.servers.Close()
+	if h.servers != nil {
+		_ = h.servers.Close()
+	}
 	if h.sets != nil {
 		_ = h.sets.Close()
 	}

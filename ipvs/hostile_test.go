@@ -11,6 +11,7 @@ import (
 	"pgregory.net/rapid"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/internal/set"
 	"nodeproxy/ipvs"
 	"nodeproxy/plan"
 	"nodeproxy/proxier"
@@ -43,7 +44,7 @@ func renderHostile(t *rapid.T, word *rapid.Generator[string], f plan.Family) (ru
 	state.Apply(sourcetest.Objects(t, word))
 	p, _ := state.Update()
 	vips := rapid.SampledFrom([]ipvs.VIPs{ipvs.Addresses, ipvs.Routes}).Draw(t, "VIPs")
-	text := ipvs.Render(p, f, ipvs.Options{MasqueradeBit: 14, RandomFully: true, VIPs: vips, Host: map[netip.Addr]struct{}{}})
+	text := ipvs.Render(p, f, ipvs.Options{MasqueradeBit: 14, RandomFully: true, VIPs: vips, Host: set.Set[netip.Addr]{}})
 	var allowed *regexp.Regexp
 	for _, line := range strings.Split(strings.TrimSuffix(text, "\n"), "\n") {
 		if name, heading := strings.CutPrefix(line, "# "); heading {

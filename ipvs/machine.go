@@ -3,7 +3,10 @@ package ipvs
 import (
 	"context"
 	"net/netip"
+	"slices"
+	"time"
 
+	"nodeproxy/internal/set"
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/kernel/xtables"
@@ -13,40 +16,111 @@ import (
 // machine is what an engine uses of the node. ipvs.Servers, ipset.Sets and host.Device implement its parts.
 type machine struct {
 	servers servers
-	sets    sets
+	sets    ipsets
 	device  device
 	tables  tables
 	guard   guard     // nil if the kernel has no nftables
 	ports   portTable // nil if Options.WholeAddresses is set
 	// host lists the addresses of all other interfaces.
-	host func(plan.Family) (map[netip.Addr]struct{}, error)
-	// reader opens what reads beside syncs, which use servers and sets.
-	reader func() (*reader, error)
+	host func(plan.Family) (set.Set[netip.Addr], error)
+	// reader opens servers and sets to read beside syncs.
+	reader func() (m machine, closeAll func(), err error)
 }
 
-// reader reads virtual servers and sets by sockets of its own.
-type reader struct {
-	servers interface {
-		Get(ipvs.ServerID) (*ipvs.ActualServer, error)
-	}
-	sets interface {
-		Entries(ipset.Set) (map[ipset.Entry]struct{}, error)
-	}
-	close func()
-}
-
-// openReader opens a reader beside what syncs use.
-func openReader(v *ipvs.Servers) (*reader, error) {
+// openReader opens servers and sets by sockets of their own.
+func openReader(v *ipvs.Servers) (machine, func(), error) {
 	servers, err := v.Another()
 	if err != nil {
-		return nil, err
+		return machine{}, nil, err
 	}
 	sets, err := ipset.Present()
 	if err != nil {
 		_ = servers.Close()
-		return nil, err
+		return machine{}, nil, err
 	}
-	return &reader{servers, sets, func() { _, _ = servers.Close(), sets.Close() }}, nil
+	return machine{servers: servers, sets: sets}, func() { _, _ = servers.Close(), sets.Close() }, nil
+}
+
+// read reads what there is of a family, where m has the means. Real servers without weight drain.
+func (m machine) read(f plan.Family, marks marks, exclude []netip.Prefix) (*actual, error) {
+	h := newActual()
+	if m.sets != nil {
+		if err := h.readSets(m.sets, f); err != nil {
+			return nil, err
+		}
+	}
+	if m.servers != nil {
+		list, err := m.servers.List(f)
+		if err != nil {
+			return nil, err
+		}
+		now := time.Now() // Once: if reading the clock is a system call, doing so for each takes as long as everything else.
+		for id, v := range list {
+			if marks.foreign(id, exclude) {
+				continue
+			}
+			h.servers[id] = &actualServer{Server: v.Server, realServers: map[netip.AddrPort]*actualRealServer{}}
+			for addr, d := range v.RealServers {
+				h.servers[id].realServers[addr] = &actualRealServer{weight: d.Weight, draining: d.Weight == 0, since: now}
+			}
+			if v.Foreign {
+				h.foreign = append(h.foreign, v.Server)
+			}
+		}
+	}
+	if m.ports != nil {
+		list, exists, complete, err := m.ports.List()
+		if err != nil {
+			return nil, err
+		}
+		h.ports.exists, h.ports.complete = exists, complete
+		for p := range list {
+			h.ports.add(p)
+		}
+	}
+	if m.device == nil {
+		return h, nil
+	}
+	return h, h.readDevice(m.device, f)
+}
+
+func (h *actual) readSets(s ipsets, f plan.Family) error {
+	there, err := s.Names()
+	if err != nil {
+		return err
+	}
+	for id := range setCount {
+		if slices.Contains(there, setName(id, f)) {
+			if err := h.readSet(s, id, f); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+func (h *actual) readSet(s ipsets, id setID, f plan.Family) error {
+	list, err := s.Entries(setOf(id, f))
+	for entry := range list {
+		h.members[member{id, entry}.key()] = shared{mark: entry.Mark, mask: entry.Mask}
+	}
+	h.sets[id] = err == nil
+	return err
+}
+
+func (h *actual) readDevice(d device, f plan.Family) (err error) {
+	if h.vips, err = d.Addresses(f); err != nil {
+		return err
+	}
+	if h.ports.unrouted, err = d.UnroutedAddresses(f); err != nil {
+		return err
+	}
+	h.vips = h.vips.Difference(h.ports.unrouted)
+	if h.ports.routes, err = d.PortRoutes(f); err != nil {
+		return err
+	}
+	h.routes, err = d.Routes(f)
+	return err
 }
 
 type servers interface {
@@ -55,7 +129,7 @@ type servers interface {
 	Apply([]ipvs.Op) []error
 }
 
-type sets interface {
+type ipsets interface {
 	Names() ([]string, error)
 	Ensure(ipset.Set) (bool, error)
 	Size(name string) (int, error)
@@ -67,23 +141,23 @@ type sets interface {
 
 type device interface {
 	Ensure() (mended string, err error)
-	Addresses(plan.Family) (map[netip.Addr]struct{}, error)
+	Addresses(plan.Family) (set.Set[netip.Addr], error)
 	AddAddresses([]netip.Addr) error
 	RemoveAddresses([]netip.Addr) error
 	Routes(plan.Family) (map[netip.Prefix]netip.Addr, error)
 	AddRoute(netip.Prefix, netip.Addr) error
 	RemoveRoute(netip.Prefix) error
-	UnroutedAddresses(plan.Family) (map[netip.Addr]struct{}, error)
+	UnroutedAddresses(plan.Family) (set.Set[netip.Addr], error)
 	AddUnrouted([]netip.Addr) error
 	RouteAddresses([]netip.Addr) error
-	PortRoutes(plan.Family) (map[netip.Addr]struct{}, error)
+	PortRoutes(plan.Family) (set.Set[netip.Addr], error)
 	AddPortRoutes([]netip.Addr) error
 	RemovePortRoutes([]netip.Addr) error
 }
 
 // portTable diverts single ports of addresses to this node.
 type portTable interface {
-	List() (ports map[plan.Address]struct{}, exists, complete bool, err error)
+	List() (ports set.Set[plan.Address], exists, complete bool, err error)
 	Write([]plan.Address) error
 	Add([]plan.Address) error
 	Remove([]plan.Address) error

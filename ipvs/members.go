@@ -57,18 +57,6 @@ func (e *engine) members(t *touched, bind, unlist []netip.Addr) memberChanges {
 	return out
 }
 
-// addBefore adds entries that admit before entries that limit.
-func (e *engine) addBefore(list []member) error { return e.addMembers(list, true) }
-
-// addAfter adds marks before entries that drop packets without a mark.
-func (e *engine) addAfter(list []member) error { return e.addMembers(list, false) }
-
-// removeBefore removes entries that drop packets without a mark before the marks.
-func (e *engine) removeBefore(list []member) error { return e.removeMembers(list, true) }
-
-// removeAfter removes entries that limit before entries that admit.
-func (e *engine) removeAfter(list []member) error { return e.removeMembers(list, false) }
-
 func (e *engine) addMembers(list []member, backwards bool) error {
 	add := func(id setID, entries []ipset.Entry) error {
 		err := e.machine.sets.Add(setOf(id, e.family), entries)

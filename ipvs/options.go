@@ -5,6 +5,7 @@ import (
 	"net/netip"
 	"slices"
 
+	"nodeproxy/internal/set"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 )
@@ -37,7 +38,7 @@ type Options struct {
 	// WholeAddresses makes external IPs local with all of their ports, for a kernel that can't divert single ports.
 	WholeAddresses bool
 	// Host holds the addresses of the node's own interfaces, which are never added to the device.
-	Host map[netip.Addr]struct{}
+	Host set.Set[netip.Addr]
 }
 
 // scheduler returns the scheduler of a ServicePort.

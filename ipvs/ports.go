@@ -8,7 +8,7 @@ import (
 	"net/netip"
 	"slices"
 
-	"nodeproxy/kernel/drift"
+	"nodeproxy/internal/set"
 	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
 )
@@ -19,40 +19,40 @@ import (
 // ports counts the ServicePorts that ask for each port of an external IP.
 type ports map[netip.Addr]map[plan.Address]int
 
-func (p ports) enter(a plan.Address) {
+func (p ports) count(a plan.Address, by int) {
 	if p[a.Addr] == nil {
 		p[a.Addr] = map[plan.Address]int{}
 	}
-	p[a.Addr][a]++
-}
-
-func (p ports) leave(a plan.Address) {
 	at := p[a.Addr]
-	if at[a]--; at[a] > 0 {
-		return
+	if at[a] += by; at[a] == 0 {
+		delete(at, a)
 	}
-	if delete(at, a); len(at) == 0 {
+	if len(at) == 0 {
 		delete(p, a.Addr)
 	}
 }
 
 // byPort reports whether only those ports of an address are local that Services have.
-func (s *state) byPort(a netip.Addr, host map[netip.Addr]struct{}, ranges []netip.Prefix) bool {
-	return s.ports[a] != nil && s.vips[a] == 0 && !s.options.WholeAddresses && s.local(a, host, ranges)
+func (s *state) byPort(a netip.Addr) bool {
+	return s.ports[a] != nil && s.vips[a] == 0 && !s.options.WholeAddresses && s.local(a)
 }
 
 // actualPorts is the actual state for ports of external IPs.
 type actualPorts struct {
-	ports map[netip.Addr]map[plan.Address]struct{}
+	ports map[netip.Addr]set.Set[plan.Address]
 	// exists and complete are those of nftrules.Ports.List.
 	exists, complete bool
-	routes           map[netip.Addr]struct{}
+	routes           set.Set[netip.Addr]
 	// unrouted are addresses of the device that are not local.
-	unrouted map[netip.Addr]struct{}
+	unrouted set.Set[netip.Addr]
 }
 
-// portChanges are the additions and removals for ports of external IPs.
-type portChanges struct {
+// addressChanges are the additions and removals for addresses of Services.
+type addressChanges struct {
+	bind   []netip.Addr // to add to the device, with all of their ports
+	unbind []netip.Addr // to remove from it
+	unlist []netip.Addr // to remove from the set of the former
+	// For ports of external IPs.
 	routes       []netip.Addr
 	ports        []plan.Address
 	unrouted     []netip.Addr // to be sources of ICMP errors only
@@ -60,23 +60,34 @@ type portChanges struct {
 	removeRoutes []netip.Addr
 }
 
-// portChanges returns the changes that touched addresses need.
-func (e *engine) portChanges(t *touched) portChanges {
-	var c portChanges
+// addresses returns the changes that touched addresses need.
+func (e *engine) addresses(t *touched) addressChanges {
+	var c addressChanges
 	for _, a := range slices.SortedFunc(maps.Keys(t.vips), netip.Addr.Compare) {
-		wanted := e.desired.byPort(a, e.options.Host, e.ranges)
-		if _, whole := e.actual.vips[a]; wanted && !(whole && t.onlyAdd) { // An unknown Service may need all of its ports.
+		is, unrouted := e.actual.vips.Has(a), e.actual.ports.unrouted.Has(a)
+		_, listed := e.actual.members[vipMember(a)]
+		wanted, byPort := e.desired.bound(a), e.desired.byPort(a)
+		switch {
+		case wanted && !(is && listed):
+			c.bind = append(c.bind, a)
+		case !wanted && !byPort && (is || unrouted || listed):
+			c.unbind = append(c.unbind, a)
+		}
+		if !wanted && listed && !(byPort && t.onlyAdd) {
+			c.unlist = append(c.unlist, a)
+		}
+		if byPort && !(t.onlyAdd && is) { // An unknown Service may need all of its ports.
 			e.wantedPorts(a, &c)
 		}
 		if t.onlyAdd {
 			continue
 		}
 		for p := range e.actual.ports.ports[a] {
-			if !wanted || e.desired.ports[a][p] == 0 {
+			if !byPort || e.desired.ports[a][p] == 0 {
 				c.removePorts = append(c.removePorts, p)
 			}
 		}
-		if _, is := e.actual.ports.routes[a]; is && !wanted {
+		if e.actual.ports.routes.Has(a) && !byPort {
 			c.removeRoutes = append(c.removeRoutes, a)
 		}
 	}
@@ -86,18 +97,16 @@ func (e *engine) portChanges(t *touched) portChanges {
 }
 
 // wantedPorts adds what an address still lacks to be local by port.
-func (e *engine) wantedPorts(a netip.Addr, c *portChanges) {
-	if _, is := e.actual.ports.routes[a]; !is {
+func (e *engine) wantedPorts(a netip.Addr, c *addressChanges) {
+	if !e.actual.ports.routes.Has(a) {
 		c.routes = append(c.routes, a)
 	}
 	for p := range e.desired.ports[a] {
-		if !e.actual.ports.has(p) {
+		if !e.actual.ports.ports[a].Has(p) {
 			c.ports = append(c.ports, p)
 		}
 	}
-	_, whole := e.actual.vips[a]
-	_, unrouted := e.actual.ports.unrouted[a]
-	if whole || !unrouted && e.family == plan.IPv4 {
+	if e.actual.vips.Has(a) || e.family == plan.IPv4 && !e.actual.ports.unrouted.Has(a) {
 		c.unrouted = append(c.unrouted, a)
 	}
 }
@@ -106,38 +115,11 @@ func comparePorts(a, b plan.Address) int {
 	return cmp.Or(a.Addr.Compare(b.Addr), cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
 }
 
-// readPorts reads the actual state of ports. Addresses without a route are removed from actual.vips.
-func (e *engine) readPorts() error {
-	h := actualPorts{ports: map[netip.Addr]map[plan.Address]struct{}{}, unrouted: map[netip.Addr]struct{}{}}
-	unrouted, err := e.machine.device.UnroutedAddresses(e.family)
-	if err != nil {
-		return err
-	}
-	for a := range unrouted {
-		delete(e.actual.vips, a)
-		h.unrouted[a] = struct{}{}
-	}
-	if h.routes, err = e.machine.device.PortRoutes(e.family); err != nil {
-		return err
-	}
-	if e.machine.ports != nil {
-		var list map[plan.Address]struct{}
-		if list, h.exists, h.complete, err = e.machine.ports.List(); err != nil {
-			return err
-		}
-		for p := range list {
-			h.add(p)
-		}
-	}
-	e.actual.ports = h
-	return nil
-}
-
 func (h *actualPorts) add(p plan.Address) {
 	if h.ports[p.Addr] == nil {
-		h.ports[p.Addr] = map[plan.Address]struct{}{}
+		h.ports[p.Addr] = set.Set[plan.Address]{}
 	}
-	h.ports[p.Addr][p] = struct{}{}
+	h.ports[p.Addr].Insert(p)
 }
 
 func (h *actualPorts) remove(p plan.Address) {
@@ -146,44 +128,28 @@ func (h *actualPorts) remove(p plan.Address) {
 	}
 }
 
-// has reports whether a port is diverted.
-func (h *actualPorts) has(p plan.Address) bool {
-	_, is := h.ports[p.Addr][p]
-	return is
-}
-
 // all returns all ports.
-func (h *actualPorts) all() map[plan.Address]struct{} {
-	out := map[plan.Address]struct{}{}
+func (h *actualPorts) all() set.Set[plan.Address] {
+	out := set.Set[plan.Address]{}
 	for _, at := range h.ports {
 		maps.Copy(out, at)
 	}
 	return out
 }
 
-// addresses calls note with each address that has something in the kernel.
-func (h *actualPorts) addresses(note func(netip.Addr)) {
-	for a := range h.ports {
-		note(a)
-	}
-	for a := range h.routes {
-		note(a)
-	}
-	for a := range h.unrouted {
-		note(a)
-	}
+// sorted returns all ports in order.
+func (h *actualPorts) sorted() []plan.Address {
+	return slices.SortedFunc(maps.Keys(h.all()), comparePorts)
 }
 
 // addPorts makes ports local, and then the rest of their addresses another host's.
-func (e *engine) addPorts(c portChanges) error {
+func (e *engine) addPorts(c addressChanges) error {
 	h := &e.actual.ports
 	if len(c.routes) > 0 {
 		if err := e.machine.device.AddPortRoutes(c.routes); err != nil {
 			return err
 		}
-		for _, a := range c.routes {
-			h.routes[a] = struct{}{}
-		}
+		h.routes.Insert(c.routes...)
 	}
 	if err := e.divert(c.ports); err != nil || len(c.unrouted) == 0 {
 		return err
@@ -194,10 +160,8 @@ func (e *engine) addPorts(c portChanges) error {
 	if err := e.machine.device.AddUnrouted(c.unrouted); err != nil {
 		return err
 	}
-	for _, a := range c.unrouted {
-		delete(e.actual.vips, a)
-		h.unrouted[a] = struct{}{}
-	}
+	e.actual.vips.Delete(c.unrouted...)
+	h.unrouted.Insert(c.unrouted...)
 	return nil
 }
 
@@ -209,7 +173,7 @@ func (e *engine) divert(ports []plan.Address) error {
 	}
 	switch {
 	case !h.complete && len(h.ports) > 0:
-		if err := e.machine.ports.Write(slices.SortedFunc(maps.Keys(h.all()), comparePorts)); err != nil {
+		if err := e.machine.ports.Write(h.sorted()); err != nil {
 			return err
 		}
 		h.exists, h.complete = true, true
@@ -220,7 +184,7 @@ func (e *engine) divert(ports []plan.Address) error {
 }
 
 // removePorts removes ports that no Service has any more, and what diverts ports if no port is left.
-func (e *engine) removePorts(c portChanges) error {
+func (e *engine) removePorts(c addressChanges) error {
 	h := &e.actual.ports
 	var errs []error
 	for _, p := range c.removePorts {
@@ -235,32 +199,9 @@ func (e *engine) removePorts(c portChanges) error {
 	}
 	if len(c.removeRoutes) > 0 {
 		errs = append(errs, e.machine.device.RemovePortRoutes(c.removeRoutes))
-		for _, a := range c.removeRoutes {
-			delete(h.routes, a)
-		}
+		h.routes.Delete(c.removeRoutes...)
 	}
 	return errors.Join(errs...)
-}
-
-// portDifferences compares what the kernel holds for ports with what it was left with.
-func (e *engine) portDifferences(before *actual) {
-	switch was, is := before.ports, e.actual.ports; {
-	case was.complete && !is.exists:
-		e.differs(drift.Chain, drift.Missing, "nftables table %s with its routing rule (%s)", names.IPVSPorts, e.family)
-	case was.complete && !is.complete:
-		e.differs(drift.Chain, drift.Changed, "nftables table %s or its routing rule (%s)", names.IPVSPorts, e.family)
-	case !was.exists && is.exists:
-		e.differs(drift.Chain, drift.Unexpected, "nftables table %s or its routing rule (%s)", names.IPVSPorts, e.family)
-	}
-	compare(e, drift.SetElement, before.ports.all(), e.actual.ports.all(), comparePorts, func(p plan.Address) string {
-		return fmt.Sprintf("%s . %s . %d of nftables table %s", p.Addr, p.Protocol.Lower(), p.Port, names.IPVSPorts)
-	}, nil)
-	compare(e, drift.Route, before.ports.routes, e.actual.ports.routes, netip.Addr.Compare, func(a netip.Addr) string {
-		return fmt.Sprintf("%s of interface %s in table %d", a, names.Device, names.PortsRouteTable)
-	}, nil)
-	compare(e, drift.Address, before.ports.unrouted, e.actual.ports.unrouted, netip.Addr.Compare, func(a netip.Addr) string {
-		return fmt.Sprintf("%s of interface %s, without a route", a, names.Device)
-	}, nil)
 }
 
 // portsDiffer says what has changed of what diverts ports; "" for nothing.

@@ -11,6 +11,7 @@ import (
 
 	"pgregory.net/rapid"
 
+	"nodeproxy/internal/set"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 )
@@ -76,11 +77,7 @@ func TestPorts(t *testing.T) {
 		if step.change != nil {
 			step.change(p)
 		}
-		changed := plan.Keys{}
-		for _, key := range p.Sorted(f) {
-			changed.Add(key.Key)
-		}
-		must(t, e.Sync(context.Background(), p, plan.Only(changed)))
+		must(t, e.Sync(context.Background(), p, plan.Only(plan.Keys(set.Keys(p.Services)))))
 		got := slices.DeleteFunc(slices.Clone(k.calls), func(c string) bool {
 			return !strings.Contains(c, "ports") && !strings.Contains(c, "routes [") && !strings.Contains(c, "unrouted") &&
 				!strings.Contains(c, "addresses")
@@ -116,36 +113,24 @@ func TestPortsAreExact(t *testing.T) {
 				k.hostAddrs[externalIP(f, 10)] = struct{}{}
 			}
 			e.follow()
-			changed := plan.Keys{}
-			for _, key := range p.Sorted(f) {
-				changed.Add(key.Key)
-			}
-			if err := e.Sync(context.Background(), p, plan.Only(changed)); err != nil {
-				t.Fatal(err)
-			}
+			must(t, e.Sync(context.Background(), p, plan.Only(plan.Keys(set.Keys(p.Services)))))
 			e.follow()
 		}
 		fresh, want := fakeEngine(f, testOptions)
 		want.hostAddrs = k.hostAddrs
-		if err := fresh.Sync(context.Background(), p, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		must(t, fresh.Sync(context.Background(), p, plan.Everything()))
 		if k.text() != want.text() {
 			t.Fatalf("the kernel holds\n%s\ninstead of\n%s", k.text(), want.text())
 		}
 		k.calls = nil
-		if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		must(t, e.Sync(context.Background(), p, plan.Everything()))
 		if len(e.Found) != 0 || !slices.Equal(k.calls, []string{"list servers", "rules"}) {
 			t.Fatalf("a second comparison found %s, and wrote %q", e.Found.Words(5), k.calls)
 		}
 		k.before = nil
 		found := disturb(t, k, f)
 		k.calls = nil
-		if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		must(t, e.Sync(context.Background(), p, plan.Everything()))
 		if k.text() != want.text() || len(e.Found) != found {
 			t.Fatalf("%d changes of others: found %s, and the kernel holds\n%s\ninstead of\n%s", found, e.Found.Words(5), k.text(), want.text())
 		}

@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"runtime"
+	"slices"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -48,11 +49,7 @@ func (p *prober) differs(by ipvs.Fingerprint, alike int) bool {
 
 // alike returns the number of comparisons that found no difference in virtual servers of any family. The locks must be held.
 func (b *Backend) alike() int {
-	n := b.Engines[0].alike
-	for _, e := range b.Engines {
-		n = min(n, e.alike)
-	}
-	return n
+	return slices.MinFunc(b.Engines, func(a, b *engine) int { return cmp.Compare(a.alike, b.alike) }).alike
 }
 
 // cpuTime is the processor time that the caller's thread has used.

@@ -9,7 +9,6 @@ import (
 	"strings"
 
 	"nodeproxy/ipvs/nftrules"
-	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
@@ -19,18 +18,18 @@ import (
 // order. What is written to nftables by netlink is described.
 func Render(p *plan.Plan, f plan.Family, o Options) string {
 	s := full(p, f, o)
-	ranges := o.routed(p, f)
+	h := s.target(p.Node.IP(f))
 	var out strings.Builder
 	out.WriteString("# ipset restore\n")
-	s.renderSets(&out, ranges)
+	h.renderSets(&out, f)
 	out.WriteString("# ipvsadm --restore\n")
 	for _, id := range slices.SortedFunc(maps.Keys(s.servers), compareServers) {
-		renderServer(&out, s.servers[id])
+		if v := s.servers[id]; len(v.realServers) > 0 { // One without real servers need not exist.
+			out.WriteString(strings.Join(serverLines(v), "\n") + "\n")
+		}
 	}
-	diverted := s.diverted(ranges)
-	s.renderDevice(&out, p.Node.IP(f), ranges)
-	renderPorts(&out, diverted)
-	out.WriteString("# nftables by netlink\n" + newMarks(o.MasqueradeBit).guard().Text(f) + nftrules.PortsText(f, diverted))
+	h.renderDevice(&out, s.ranges)
+	out.WriteString("# nftables by netlink\n" + newMarks(o.MasqueradeBit).guard().Text(f) + nftrules.PortsText(f, h.ports.sorted()))
 	if f == plan.IPv6 {
 		out.WriteString("# ip6tables-restore\n")
 	} else {
@@ -40,20 +39,25 @@ func Render(p *plan.Plan, f plan.Family, o Options) string {
 	return out.String()
 }
 
-// renderDevice prints the device with its addresses and routes, as host.Device makes them.
-func (s *state) renderDevice(out *strings.Builder, nodeIP netip.Addr, ranges []netip.Prefix) {
+// renderDevice prints the device with its addresses and routes, as host.Device makes them, and those that diverted ports need.
+func (h *actual) renderDevice(out *strings.Builder, ranges []netip.Prefix) {
 	fmt.Fprintf(out, "# ip -batch\nlink add %s type dummy\nlink set %s addrgenmode none\nlink set %s up\n", names.Device, names.Device, names.Device)
-	for _, a := range slices.SortedFunc(maps.Keys(s.addresses()), netip.Addr.Compare) {
-		if s.bound(a, s.options.Host, ranges) {
-			renderAddress(out, a)
-		}
+	for _, a := range slices.SortedFunc(maps.Keys(h.vips), netip.Addr.Compare) {
+		renderAddress(out, a)
 	}
 	for _, r := range ranges {
 		fmt.Fprintf(out, "route add local %s dev %s table local", r, names.Device)
-		if nodeIP.IsValid() {
-			fmt.Fprintf(out, " src %s", nodeIP)
+		if src := h.routes[r]; src.IsValid() {
+			fmt.Fprintf(out, " src %s", src)
 		}
 		out.WriteByte('\n')
+	}
+	for _, a := range slices.SortedFunc(maps.Keys(h.ports.routes), netip.Addr.Compare) {
+		if h.ports.unrouted.Has(a) {
+			renderAddress(out, a)
+			fmt.Fprintf(out, "route del local %s dev %s table local\n", a, names.Device)
+		}
+		fmt.Fprintf(out, "route add local %s dev %s table %d\n", a, names.Device, names.PortsRouteTable)
 	}
 }
 
@@ -66,59 +70,13 @@ func renderAddress(out *strings.Builder, a netip.Addr) {
 	fmt.Fprintf(out, "address add %s dev %s %s\n", netip.PrefixFrom(a, a.BitLen()), names.Device, attributes)
 }
 
-// addresses returns the addresses of all Services.
-func (s *state) addresses() map[netip.Addr]struct{} {
-	out := map[netip.Addr]struct{}{}
-	for a := range s.vips {
-		out[a] = struct{}{}
-	}
-	for a := range s.ports {
-		out[a] = struct{}{}
-	}
-	return out
-}
-
-// diverted returns the ports of external IPs that are local while their addresses are not, in order.
-func (s *state) diverted(ranges []netip.Prefix) []plan.Address {
-	var out []plan.Address
-	for a, at := range s.ports {
-		if s.byPort(a, s.options.Host, ranges) {
-			out = slices.AppendSeq(out, maps.Keys(at))
-		}
-	}
-	slices.SortFunc(out, comparePorts)
-	return out
-}
-
-// renderPorts prints the addresses and routes that diverted ports need.
-func renderPorts(out *strings.Builder, ports []plan.Address) {
-	var last netip.Addr
-	for _, p := range ports {
-		a := p.Addr
-		if a == last {
-			continue
-		}
-		if last = a; a.Is4() {
-			renderAddress(out, a)
-			fmt.Fprintf(out, "route del local %s dev %s table local\n", a, names.Device)
-		}
-		fmt.Fprintf(out, "route add local %s dev %s table %d\n", a, names.Device, names.PortsRouteTable)
-	}
-}
-
-func (s *state) renderSets(out *strings.Builder, ranges []netip.Prefix) {
+func (h *actual) renderSets(out *strings.Builder, f plan.Family) {
 	lines := make([][]string, setCount)
-	for m, with := range s.members {
-		m.entry.Mark, m.entry.Mask = with.mark, with.mask
-		lines[m.set] = append(lines[m.set], m.entry.Text(setOf(m.set, s.family)))
-	}
-	for a := range s.addresses() {
-		if s.bound(a, s.options.Host, ranges) {
-			lines[setVIPs] = append(lines[setVIPs], ipset.Entry{Addr: a}.Text(setOf(setVIPs, s.family)))
-		}
+	for m, with := range h.members {
+		lines[m.set] = append(lines[m.set], m.marked(with).Text(setOf(m.set, f)))
 	}
 	for id := range setCount {
-		set := setOf(id, s.family)
+		set := setOf(id, f)
 		fmt.Fprintf(out, "%s\n", set.CreateText())
 		slices.Sort(lines[id])
 		for _, line := range lines[id] {
@@ -132,16 +90,13 @@ func compareServers(a, b ipvs.ServerID) int {
 	return cmp.Or(cmp.Compare(a.Mark, b.Mark), a.Addr.Compare(b.Addr), cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
 }
 
-// renderServer prints a virtual server as "ipvsadm --save --numeric" does. One without real servers is not printed: it need not
-// exist.
-func renderServer(out *strings.Builder, v server) {
-	if len(v.realServers) == 0 {
-		return
-	}
-	fmt.Fprintln(out, addServerText(v))
+// serverLines are a virtual server as "ipvsadm --save --numeric" prints it.
+func serverLines(v server) []string {
+	lines := []string{addServerText(v)}
 	for _, d := range v.realServers {
-		fmt.Fprintln(out, addRealServerText(v, d))
+		lines = append(lines, addRealServerText(v, d))
 	}
+	return lines
 }
 
 func addServerText(v server) string {

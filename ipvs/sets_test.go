@@ -27,13 +27,11 @@ func TestSetsOfKubeProxy(t *testing.T) {
 		e, k := fakeEngine(f, Options{})
 		p := plantest.Large(1, 1)
 		for _, s := range names.KubeProxySets {
-			k.set[s.Of(f)] = map[ipset.Entry]struct{}{}
+			k.set[s.Of(f)] = map[ipset.Entry]ipset.Entry{}
 		}
 		for _, partial := range []bool{true, false} {
 			p.Partial = partial
-			if err := e.Sync(t.Context(), p, plan.Everything()); err != nil {
-				t.Fatal(err)
-			}
+			must(t, e.Sync(t.Context(), p, plan.Everything()))
 			for _, s := range names.KubeProxySets {
 				if _, is := k.set[s.Of(f)]; is != partial {
 					t.Errorf("%s, of some Services only: %t, set %s exists: %t", f, partial, s, is)

@@ -4,6 +4,7 @@ import (
 	"net/netip"
 	"slices"
 
+	"nodeproxy/internal/set"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 )
@@ -22,6 +23,7 @@ type state struct {
 	members  map[member]*shared // by key
 	vips     map[netip.Addr]int
 	ports    ports
+	ranges   []netip.Prefix // that have a route
 }
 
 // shared is an entry that several ServicePorts may ask for, with its mark.
@@ -32,9 +34,9 @@ type shared struct {
 
 // touched are the objects that a change may concern.
 type touched struct {
-	servers map[ipvs.ServerID]struct{}
-	members map[member]struct{}     // by key
-	vips    map[netip.Addr]struct{} // and their ports
+	servers set.Set[ipvs.ServerID]
+	members set.Set[member]     // by key
+	vips    set.Set[netip.Addr] // and their ports
 	// replaced are virtual servers that are removed while their ServicePort remains and gets another one: their connections are
 	// left to them, as long as it remains.
 	replaced map[ipvs.ServerID]plan.Key
@@ -48,7 +50,7 @@ type touched struct {
 }
 
 func newTouched() *touched {
-	return &touched{servers: map[ipvs.ServerID]struct{}{}, members: map[member]struct{}{}, vips: map[netip.Addr]struct{}{},
+	return &touched{servers: set.Set[ipvs.ServerID]{}, members: set.Set[member]{}, vips: set.Set[netip.Addr]{},
 		replaced: map[ipvs.ServerID]plan.Key{}}
 }
 
@@ -57,21 +59,17 @@ func newState(p *plan.Plan, f plan.Family, o Options) *state {
 		family: f, options: o, marks: newMarks(o.MasqueradeBit), node: p.Node,
 		services: map[plan.Key]*plan.ServicePort{}, objects: map[plan.Key]objects{}, ids: identities{},
 		servers: map[ipvs.ServerID]server{}, members: map[member]*shared{}, vips: map[netip.Addr]int{},
-		ports: ports{},
+		ports: ports{}, ranges: o.routed(p, f),
 	}
 }
 
 // full returns the state of a whole plan.
 func full(p *plan.Plan, f plan.Family, o Options) *state {
 	s := newState(p, f, o)
-	for _, a := range anchors(f, o.routed(p, f)) {
+	for _, a := range s.anchors() {
 		s.vips[a]++
 	}
-	changed := plan.Keys{}
-	for k := range p.Services {
-		changed.Add(k)
-	}
-	s.update(p, changed, 0)
+	s.update(p, plan.Keys(set.Keys(p.Services)), 0)
 	return s
 }
 
@@ -80,18 +78,13 @@ func full(p *plan.Plan, f plan.Family, o Options) *state {
 func (s *state) update(p *plan.Plan, changed plan.Keys, most int) *touched {
 	t := newTouched()
 	keys := changed.Sorted(s.family)
-	renamed := plan.Keys{}
-	identity := func(others []plan.Key) {
-		for _, k := range others {
-			renamed.Add(k)
-		}
-	}
+	renamed := set.Set[plan.Key]{}
 	for _, k := range keys {
 		if old := s.services[k]; old != nil && hashed(old) {
-			identity(s.ids.remove(k))
+			renamed.Insert(s.ids.remove(k)...)
 		}
 		if sp := p.Services[k]; sp != nil && hashed(sp) {
-			identity(s.ids.add(k))
+			renamed.Insert(s.ids.add(k)...)
 		}
 	}
 	for k := range renamed {
@@ -127,27 +120,8 @@ func (s *state) enter(sp *plan.ServicePort, t *touched) {
 	s.services[sp.Key], s.objects[sp.Key] = sp, o
 	for _, v := range o.servers {
 		s.servers[v.ID] = v
-		t.servers[v.ID] = struct{}{}
 	}
-	for _, m := range o.members {
-		key := m.key()
-		have := s.members[key]
-		if have == nil {
-			have = &shared{}
-			s.members[key] = have
-		}
-		have.count++
-		have.mark, have.mask = m.entry.Mark, m.entry.Mask
-		t.members[key] = struct{}{}
-	}
-	for _, a := range o.vips {
-		s.vips[a]++
-		t.vips[a] = struct{}{}
-	}
-	for _, p := range o.ports {
-		s.ports.enter(p)
-		t.vips[p.Addr] = struct{}{}
-	}
+	s.count(o, 1, t)
 }
 
 func (s *state) leave(k plan.Key, t *touched) {
@@ -156,24 +130,38 @@ func (s *state) leave(k plan.Key, t *touched) {
 	delete(s.objects, k)
 	for _, v := range o.servers {
 		delete(s.servers, v.ID)
-		t.servers[v.ID] = struct{}{}
+	}
+	s.count(o, -1, t)
+}
+
+// count counts a ServicePort among those that ask for its objects, or no longer counts it, and notes what it touches.
+func (s *state) count(o objects, by int, t *touched) {
+	for _, v := range o.servers {
+		t.servers.Insert(v.ID)
 	}
 	for _, m := range o.members {
 		key := m.key()
-		if s.members[key].count--; s.members[key].count == 0 {
-			delete(s.members, key)
+		have := s.members[key]
+		if have == nil {
+			have = &shared{}
+			s.members[key] = have
 		}
-		t.members[key] = struct{}{}
+		if have.count += by; have.count == 0 {
+			delete(s.members, key)
+		} else if by > 0 {
+			have.mark, have.mask = m.entry.Mark, m.entry.Mask
+		}
+		t.members.Insert(key)
 	}
 	for _, a := range o.vips {
-		if s.vips[a]--; s.vips[a] == 0 {
+		if s.vips[a] += by; s.vips[a] == 0 {
 			delete(s.vips, a)
 		}
-		t.vips[a] = struct{}{}
+		t.vips.Insert(a)
 	}
 	for _, p := range o.ports {
-		s.ports.leave(p)
-		t.vips[p.Addr] = struct{}{}
+		s.ports.count(p, by)
+		t.vips.Insert(p.Addr)
 	}
 }
 
@@ -202,8 +190,7 @@ func (s *state) hasNodePort(id markID) bool {
 // port. hashes are those of all ServicePorts.
 func (s *state) replaces(id ipvs.ServerID, hashes map[uint32]bool) bool {
 	if id.Mark == 0 {
-		_, host := s.options.Host[id.Addr]
-		return host && id.Protocol == plan.TCP && s.hasNodePort(nodePortID(id.Protocol, id.Port))
+		return s.options.Host.Has(id.Addr) && id.Protocol == plan.TCP && s.hasNodePort(nodePortID(id.Protocol, id.Port))
 	}
 	return slices.ContainsFunc(s.marks.identities(id.Mark), func(name markID) bool {
 		if hash, is := name.hash(); is {
@@ -237,10 +224,10 @@ func (s *state) build(sp *plan.ServicePort) objects {
 
 // anchors returns addresses that the device always has: with its last IPv4 address, an interface loses all of its routes. The first
 // address of a range is never a Service's.
-func anchors(f plan.Family, ranges []netip.Prefix) []netip.Addr {
+func (s *state) anchors() []netip.Addr {
 	var out []netip.Addr
-	for _, r := range ranges {
-		if f == plan.IPv4 {
+	for _, r := range s.ranges {
+		if s.family == plan.IPv4 {
 			out = append(out, r.Masked().Addr())
 		}
 	}
@@ -249,18 +236,55 @@ func anchors(f plan.Family, ranges []netip.Prefix) []netip.Addr {
 
 // bound reports whether a VIP must be an address of the device, and local with all of its ports: not if another interface has it,
 // nor within a range that has a route, nor if single ports suffice.
-func (s *state) bound(a netip.Addr, host map[netip.Addr]struct{}, ranges []netip.Prefix) bool {
-	if slices.Contains(anchors(s.family, ranges), a) {
-		_, hosts := host[a]
-		return !hosts
+func (s *state) bound(a netip.Addr) bool {
+	if slices.Contains(s.anchors(), a) {
+		return !s.options.Host.Has(a)
 	}
-	return s.local(a, host, ranges) && !s.byPort(a, host, ranges)
+	return s.local(a) && !s.byPort(a)
 }
 
 // local reports whether packets to an address of a Service, or to some of its ports, reach the node only by what is made for this
 // address.
-func (s *state) local(a netip.Addr, host map[netip.Addr]struct{}, ranges []netip.Prefix) bool {
-	_, hosts := host[a]
-	return (s.vips[a] > 0 || s.ports[a] != nil) && !hosts &&
-		!slices.ContainsFunc(ranges, func(r netip.Prefix) bool { return r.Contains(a) })
+func (s *state) local(a netip.Addr) bool {
+	return s.asked(a) && !s.options.Host.Has(a) && !slices.ContainsFunc(s.ranges, func(r netip.Prefix) bool { return r.Contains(a) })
+}
+
+// asked reports whether a Service has an address, or the device always has it.
+func (s *state) asked(a netip.Addr) bool { return s.vips[a] > 0 || s.ports[a] != nil }
+
+// source returns the source of routes, which must be an address of the node.
+func (s *state) source() netip.Addr {
+	if src := s.node.IP(s.family); s.options.Host.Has(src) {
+		return src
+	}
+	return netip.Addr{}
+}
+
+// target returns what the kernel is to have besides virtual servers, with src as the source of routes.
+func (s *state) target(src netip.Addr) *actual {
+	h := newActual()
+	for id := range setCount {
+		h.sets[id] = true
+	}
+	for m, with := range s.members {
+		h.members[m] = *with
+	}
+	for a := range set.Keys(s.vips).Union(set.Keys(s.ports)) {
+		switch {
+		case s.bound(a):
+			h.vips.Insert(a)
+			h.members[vipMember(a)] = shared{}
+		case s.byPort(a):
+			h.ports.exists, h.ports.complete = true, true
+			h.ports.ports[a] = set.Keys(s.ports[a])
+			h.ports.routes.Insert(a)
+			if s.family == plan.IPv4 { // The source of an ICMPv6 error is another address of the node.
+				h.ports.unrouted.Insert(a)
+			}
+		}
+	}
+	for _, r := range s.ranges {
+		h.routes[r] = src
+	}
+	return h
 }

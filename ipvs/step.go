@@ -131,7 +131,7 @@ func (e *engine) step(t *touched) {
 		if !goes(a, desired, old) {
 			continue
 		}
-		t.servers[id] = struct{}{}
+		t.servers.Insert(id)
 		if k, is := rest.replaced[id]; is && e.desired.services[k] != nil {
 			t.replaced[id] = k
 		}
@@ -143,12 +143,12 @@ func (e *engine) step(t *touched) {
 		}
 		_, old := rest.old.members[m]
 		if goes(a, e.desired.members[m] != nil, old) {
-			t.members[m] = struct{}{}
+			t.members.Insert(m)
 		}
 	}
 	for a := range rest.vips {
 		if goes(a, false, false) {
-			t.vips[a] = struct{}{}
+			t.vips.Insert(a)
 		}
 	}
 	if rest.forget(t); rest.empty() {

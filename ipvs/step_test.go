@@ -47,7 +47,7 @@ func TestStepsLeadToEndpoints(t *testing.T) {
 			sp := version(plan.Cluster, 7)
 			p.Set(sp)
 			e, k := fakeEngine(plan.IPv4, testOptions)
-			k.hostAddrs[node] = struct{}{}
+			k.hostAddrs.Insert(node)
 			must(t, e.Sync(context.Background(), p, plan.Everything()))
 			e.mostAtOnce = 1
 			looked, steps := 0, 0
@@ -89,7 +89,7 @@ func TestStepsLeadToEndpoints(t *testing.T) {
 				k.before = func() {}
 				must(t, e.drain(time.Now()))
 				fresh, want := fakeEngine(plan.IPv4, testOptions)
-				want.hostAddrs[node] = struct{}{}
+				want.hostAddrs.Insert(node)
 				must(t, fresh.Sync(context.Background(), p, plan.Everything()))
 				if k.text() != want.text() {
 					t.Errorf("version %d: the kernel holds\n%s\ninstead of\n%s", i, k.text(), want.text())
@@ -222,7 +222,7 @@ func TestStepsGiveAddressesAway(t *testing.T) {
 	must(t, e.Sync(context.Background(), p, plan.Only(plan.Keys{heir.Key: {}, large.Key: {}})))
 	for m := range e.actual.members {
 		if m.entry.Addr == passes.Addr && m.set != setVIPs && e.desired.members[m] == nil {
-			t.Errorf("%s is left", e.memberName(m))
+			t.Errorf("%s is left", m.name(e.family))
 		}
 	}
 }
@@ -248,7 +248,7 @@ func TestStepsEnd(t *testing.T) {
 	}
 	for m := range e.actual.members {
 		if m.entry.Port == 30_000 {
-			t.Errorf("%s is left", e.memberName(m))
+			t.Errorf("%s is left", m.name(e.family))
 		}
 	}
 	for id := range e.actual.servers {
@@ -288,7 +288,7 @@ func (e *engine) left() (out []string) {
 	}
 	for m := range e.actual.members {
 		if m.set != setVIPs && e.desired.members[m] == nil {
-			out = append(out, e.memberName(m))
+			out = append(out, m.name(e.family))
 		}
 	}
 	return out

@@ -35,9 +35,7 @@ func TestIncrementalEqualsFull(t *testing.T) {
 					if i > 0 {
 						change = plan.Only(plantest.Differing(plans[i-1], p))
 					}
-					if err := e.Sync(context.Background(), p, change); err != nil {
-						t.Fatal(err)
-					}
+					must(t, e.Sync(context.Background(), p, change))
 					if e.rest != nil && i < len(plans)-1 && rapid.Bool().Draw(t, "the next change comes before the end of this one") {
 						continue
 					}
@@ -46,13 +44,9 @@ func TestIncrementalEqualsFull(t *testing.T) {
 							t.Fatalf("after %d further syncs: %v", n, err)
 						}
 					}
-					if err := e.drain(time.Now()); err != nil {
-						t.Fatal(err)
-					}
+					must(t, e.drain(time.Now()))
 					fresh, want := fakeEngine(f, testOptions)
-					if err := fresh.Sync(context.Background(), p, plan.Everything()); err != nil {
-						t.Fatal(err)
-					}
+					must(t, fresh.Sync(context.Background(), p, plan.Everything()))
 					if k.text() != want.text() {
 						t.Fatalf("after step %d the kernel holds\n%s\ninstead of\n%s", i, k.text(), want.text())
 					}
@@ -70,23 +64,15 @@ func TestFullFromAnything(t *testing.T) {
 		f := rapid.SampledFrom(plan.Families[:]).Draw(t, "family")
 		before, after := plantest.Plans().Draw(t, "before"), plantest.Plans().Draw(t, "after")
 		first, k := fakeEngine(f, testOptions)
-		if err := first.Sync(context.Background(), before, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		must(t, first.Sync(context.Background(), before, plan.Everything()))
 		for range 2 {
 			k.calls = nil
 			e := engineOver(k, testOptions)
-			if err := e.Sync(context.Background(), after, plan.Everything()); err != nil {
-				t.Fatal(err)
-			}
-			if err := e.drain(time.Now()); err != nil {
-				t.Fatal(err)
-			}
+			must(t, e.Sync(context.Background(), after, plan.Everything()))
+			must(t, e.drain(time.Now()))
 		}
 		fresh, want := fakeEngine(f, testOptions)
-		if err := fresh.Sync(context.Background(), after, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		must(t, fresh.Sync(context.Background(), after, plan.Everything()))
 		if k.text() != want.text() {
 			t.Fatalf("the kernel holds\n%s\ninstead of\n%s", k.text(), want.text())
 		}
@@ -254,7 +240,7 @@ func TestRoutes(t *testing.T) {
 		sp.Frontends = append(sp.Frontends, plan.Frontend{Kind: plan.ExternalIP, Addr: a, Protocol: plan.TCP, Port: 80})
 	}
 	p.Set(&sp)
-	k.hostAddrs[own] = struct{}{}
+	k.hostAddrs.Insert(own)
 	k.local[netip.MustParsePrefix("10.0.0.0/24")] = netip.Addr{}
 	must(t, e.Sync(context.Background(), p, plan.Everything()))
 	check := func(when string, local int, addresses ...netip.Addr) {
@@ -365,7 +351,7 @@ func TestReplacedServers(t *testing.T) {
 			t.Run(tc.name+map[bool]string{true: ", after a restart", false: ""}[all], func(t *testing.T) {
 				t.Parallel()
 				e, k := fakeEngine(plan.IPv4, testOptions)
-				k.hostAddrs[host] = struct{}{}
+				k.hostAddrs.Insert(host)
 				must(t, e.Sync(context.Background(), tc.before, plan.Everything()))
 				k.connections[netip.MustParseAddrPort("10.244.1.5:8080")] = 1
 				change := plan.Only(plantest.Differing(tc.before, tc.next))

@@ -57,23 +57,25 @@ func sysctlsHere(cfg Config) ([]sysctl, error) {
 	return sysctls(cfg.StrictARP, major, minor), nil
 }
 
-// setSysctls sets them; with dry, it only finds out whether it could. A setting that can't be written and has the wrong value is an
-// error if nothing works without it, else a warning.
-func setSysctls(cfg Config, dry bool) error {
+// setSysctls sets them, and returns those that are set; with dry, it only finds out whether it could. A setting that can't be written
+// and has the wrong value is an error if nothing works without it, else a warning.
+func setSysctls(cfg Config, dry bool) (done []sysctl, err error) {
 	list, err := sysctlsHere(cfg)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	var errs []error
 	for _, s := range list {
 		switch err := s.set(cfg.sysctlDir(), dry); {
-		case err != nil && s.required:
+		case err == nil:
+			done = append(done, s)
+		case s.required:
 			errs = append(errs, err)
-		case err != nil:
+		default:
 			cfg.Log.Warn("a kernel setting for mode ipvs can't be set", "error", err)
 		}
 	}
-	return errors.Join(errs...)
+	return done, errors.Join(errs...)
 }
 
 func (cfg *Config) sysctlDir() string { return cmp.Or(cfg.SysctlDir, "/proc/sys") }
@@ -84,21 +86,6 @@ type sysctlKeeper struct {
 	dir    string
 	log    *slog.Logger
 	warned map[string]bool // the settings whose failure was logged; they are retried
-}
-
-// keepSysctls returns a keeper of those settings that have the right value.
-func keepSysctls(cfg Config) (sysctlKeeper, error) {
-	k := sysctlKeeper{dir: cfg.sysctlDir(), log: cfg.Log, warned: map[string]bool{}}
-	list, err := sysctlsHere(cfg)
-	if err != nil {
-		return k, err
-	}
-	for _, s := range list {
-		if _, is := s.read(k.dir); is {
-			k.list = append(k.list, s)
-		}
-	}
-	return k, nil
 }
 
 // differs returns the name of a setting with another value; "" for none.

@@ -4,6 +4,7 @@ import (
 	"net/netip"
 	"strings"
 
+	"nodeproxy/internal/set"
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
@@ -14,25 +15,21 @@ import (
 // Machine returns what a packet meets where everything is as Render returns it for p. Only objects of the ServicePorts that it is for
 // matter to a packet, so that p need have no others.
 func Machine(p *plan.Plan, f plan.Family, o Options) (*packetsim.Machine, error) {
-	s, ranges := full(p, f, o), o.routed(p, f)
-	m := newSimulation(f)
-	for id, with := range s.members {
-		id.entry.Mark, id.entry.Mask = with.mark, with.mask
-		m.addEntry(id.set, id.entry)
+	s := full(p, f, o)
+	h, m := s.target(p.Node.IP(f)), newSimulation(f)
+	for id, with := range h.members {
+		m.addEntry(id.set, id.marked(with))
 	}
-	for a := range s.addresses() {
-		if s.bound(a, s.options.Host, ranges) {
-			m.addEntry(setVIPs, ipset.Entry{Addr: a})
-			m.Added[xtables.Single(a)] = true
-		}
+	for a := range h.vips {
+		m.Added[xtables.Single(a)] = true
 	}
-	for _, r := range ranges {
+	for r := range h.routes {
 		m.Added[r] = true
 	}
 	for _, v := range s.servers {
 		m.addServer(v)
 	}
-	for _, a := range s.diverted(ranges) {
+	for _, a := range h.ports.sorted() {
 		m.Diverted[a] = true
 	}
 	return m.Machine, restore.IPTables(m.Machine, rules(p, f, o).Render())
@@ -96,7 +93,7 @@ func (m simulation) addServer(v server) {
 func (b *Backend) Machine(p *plan.Plan, f plan.Family, local func(netip.Addr) bool) (*packetsim.Machine, error) {
 	for _, e := range b.Engines {
 		if e.family == f {
-			return Machine(p, f, e.known.On(p, local))
+			return Machine(p, f, e.options.On(p, local))
 		}
 	}
 	return packetsim.New(f), nil
@@ -104,11 +101,11 @@ func (b *Backend) Machine(p *plan.Plan, f plan.Family, local func(netip.Addr) bo
 
 // On returns the options for a node of which local reports whether an address of one of p's Services is that of an interface.
 func (o Options) On(p *plan.Plan, local func(netip.Addr) bool) Options {
-	o.Host = map[netip.Addr]struct{}{}
+	o.Host = set.Set[netip.Addr]{}
 	for _, sp := range p.Services {
 		for _, fe := range sp.Frontends {
 			if fe.Addr.IsValid() && local(fe.Addr) {
-				o.Host[fe.Addr] = struct{}{}
+				o.Host.Insert(fe.Addr)
 			}
 		}
 	}

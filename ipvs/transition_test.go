@@ -30,7 +30,7 @@ func TestTransitions(t *testing.T) {
 		f := rapid.SampledFrom(plan.Families[:]).Draw(t, "family")
 		e, k := fakeEngine(f, testOptions)
 		for _, a := range c.LocalAddrs {
-			k.hostAddrs[a] = struct{}{}
+			k.hostAddrs.Insert(a)
 		}
 		must(t, e.Sync(context.Background(), c.Plan, plan.Everything()))
 		packets := c.Transits(t, f, next)
@@ -68,7 +68,7 @@ func TestTransitions(t *testing.T) {
 			must(t, e.Sync(context.Background(), next, plan.Only(nil)))
 		}
 	})
-	if seen == 0 || steps == 0 {
+	if seen == 0 || steps == 0 && !testing.Short() { // Of few examples, none may need a further sync.
 		t.Errorf("%d packets were sent, and %d further syncs were made", seen, steps)
 	}
 }

@@ -8,6 +8,7 @@ import (
 
 	"pgregory.net/rapid"
 
+	"nodeproxy/internal/set"
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
 	"nodeproxy/plan"
@@ -40,10 +41,10 @@ func drawOptions(t *rapid.T, c *plantest.Cluster) ipvs.Options {
 		TCPLiberal:    rapid.Bool().Draw(t, "TCP liberal"),
 		Scheduler:     rapid.SampledFrom([]string{"", "wrr", "lc"}).Draw(t, "scheduler"),
 		VIPs:          rapid.SampledFrom([]ipvs.VIPs{"", ipvs.Addresses, ipvs.Routes}).Draw(t, "VIPs"),
-		Host:          map[netip.Addr]struct{}{},
+		Host:          set.Set[netip.Addr]{},
 	}
 	for _, a := range c.LocalAddrs {
-		o.Host[a] = struct{}{}
+		o.Host.Insert(a)
 	}
 	return o
 }

@@ -1,11 +1,13 @@
 package ipvs
 
 import (
+	"cmp"
 	"context"
-	"fmt"
+	"maps"
 	"net/netip"
 
 	"nodeproxy/backend"
+	"nodeproxy/internal/set"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/plan"
 )
@@ -16,108 +18,89 @@ func (b *Backend) Verify(ctx context.Context, svc plan.Service) (things int, fou
 	return backend.Verify(ctx, b.Engines, svc)
 }
 
-// Verify implements backend.Verifier.
+// Verify implements backend.Verifier. Real servers that drain may go at any time, and are left out.
 func (e *engine) Verify(ctx context.Context, svc plan.Service) (things int, found drift.Found, err error) {
-	var servers []server
-	members := map[setID][]member{}
+	var before *actual
 	err = backend.Known(ctx, &e.mu, func() bool {
-		if e.desired == nil {
-			return false
+		if e.desired != nil {
+			before = e.written(svc)
 		}
-		servers = e.written(svc, members)
-		return true
+		return before != nil
 	})
-	if err != nil || len(servers) == 0 && len(members) == 0 {
+	if err != nil || len(before.servers)+len(before.members) == 0 {
 		return 0, nil, err
 	}
-	kernel, err := e.machine.reader()
+	kernel, closeAll, err := e.machine.reader()
 	if err != nil {
 		return 0, nil, err
 	}
-	defer kernel.close()
-	differs := func(k drift.Kind, s drift.State, format string, args ...any) {
-		found = append(found, drift.Difference{Kind: k, State: s, Object: fmt.Sprintf(format, args...)})
-	}
-	for _, s := range servers {
+	defer closeAll()
+	now := newActual()
+	for id, v := range before.servers {
 		if err := ctx.Err(); err != nil {
-			return things, found, err
+			return things, nil, err
 		}
-		things += 1 + len(s.realServers)
-		have, err := kernel.servers.Get(s.ID)
+		things += 1 + len(v.realServers)
+		have, err := kernel.servers.Get(id)
 		if err != nil {
-			return things, found, err
+			return things, nil, err
 		}
 		if have == nil {
-			differs(drift.VirtualServer, drift.Missing, "%s", s.ID)
 			continue
 		}
-		if have.Foreign || have.Server != s.Server {
-			differs(drift.VirtualServer, drift.Changed, "%s", s.ID)
-		}
-		known := map[netip.AddrPort]bool{}
-		for _, r := range s.realServers {
-			known[r.Addr] = true
-			is, there := have.RealServers[r.Addr]
-			switch {
-			case !there:
-				differs(drift.RealServer, drift.Missing, "%s of virtual server %s", r.Addr, s.ID)
-			case is.Weight != r.Weight:
-				differs(drift.RealServer, drift.Changed, "%s of virtual server %s", r.Addr, s.ID)
+		is := &actualServer{Server: have.Server, realServers: map[netip.AddrPort]*actualRealServer{}}
+		for addr, d := range have.RealServers {
+			if d.Weight > 0 || v.realServers[addr] != nil {
+				is.realServers[addr] = &actualRealServer{weight: d.Weight}
 			}
 		}
-		for a, is := range have.RealServers {
-			if !known[a] && is.Weight > 0 {
-				differs(drift.RealServer, drift.Unexpected, "%s of virtual server %s", a, s.ID)
-			}
+		now.servers[id] = is
+		if have.Foreign && is.Server == v.Server {
+			found = append(found, drift.Difference{Kind: drift.VirtualServer, State: drift.Changed, Object: id.String()})
 		}
 	}
-	for id, list := range members {
-		if err := ctx.Err(); err != nil {
-			return things, found, err
+	things += len(before.members)
+	ids := set.Set[setID]{}
+	for m := range before.members {
+		ids.Insert(m.set)
+	}
+	for id := range ids {
+		if err = ctx.Err(); err == nil {
+			err = now.readSet(kernel.sets, id, e.family)
 		}
-		set := setOf(id, e.family)
-		things += len(list)
-		have, err := kernel.sets.Entries(set)
 		if err != nil {
-			return things, found, err
-		}
-		for _, m := range list {
-			if _, there := have[m.entry]; !there {
-				differs(drift.SetElement, drift.Missing, "%s of set %s", m.entry.Text(set), set.Name)
-			}
+			return things, nil, err
 		}
 	}
-	return things, found, nil
+	maps.DeleteFunc(now.members, func(m member, _ shared) bool { _, written := before.members[m]; return !written })
+	return things, append(found, differences(e.family, before, now)...), nil
 }
 
-// written returns the virtual servers of a Service that are in the kernel, and adds to members its entries of sets.
-// What a later sync is left to change is not among them.
-func (e *engine) written(svc plan.Service, members map[setID][]member) (servers []server) {
-	rest := e.rest
-	if rest == nil {
-		rest = newTouched()
-	}
+// written returns the virtual servers and set entries of a Service that are in the kernel. What a later sync is left to change is not among
+// them.
+func (e *engine) written(svc plan.Service) *actual {
+	h, rest := newActual(), cmp.Or(e.rest, newTouched())
 	for k, o := range e.desired.objects {
 		if k.Service != svc {
 			continue
 		}
 		for _, s := range o.servers {
-			if _, waits := rest.servers[s.ID]; waits {
+			v := e.actual.servers[s.ID]
+			if v == nil || rest.servers.Has(s.ID) {
 				continue
 			}
-			if _, there := e.actual.servers[s.ID]; there {
-				servers = append(servers, s)
+			h.servers[s.ID] = &actualServer{Server: v.Server, realServers: map[netip.AddrPort]*actualRealServer{}}
+			for addr, d := range v.realServers {
+				if !d.draining {
+					h.servers[s.ID].realServers[addr] = &actualRealServer{weight: d.weight}
+				}
 			}
 		}
 		for _, m := range o.members {
-			if _, waits := rest.members[m.key()]; waits {
-				continue
-			}
-			if have, there := e.actual.members[m.key()]; there {
-				m.entry.Mark, m.entry.Mask = have.mark, have.mask
-				members[m.set] = append(members[m.set], m)
+			if with, there := e.actual.members[m.key()]; there && !rest.members.Has(m.key()) {
+				h.members[m.key()] = with
 			}
 		}
 	}
-	return servers
+	return h
 }

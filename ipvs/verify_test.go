@@ -2,12 +2,14 @@ package ipvs
 
 import (
 	"context"
+	"fmt"
 	"slices"
 	"testing"
 
 	"pgregory.net/rapid"
 
 	"nodeproxy/kernel/drift"
+	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
 )
@@ -19,9 +21,7 @@ func TestVerify(t *testing.T) {
 		f := rapid.SampledFrom(plan.Families[:]).Draw(t, "family")
 		e, k := fakeEngine(f, testOptions)
 		p := plantest.Plans().Draw(t, "plan")
-		if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		must(t, e.Sync(context.Background(), p, plan.Everything()))
 		for _, sp := range p.Services {
 			if _, found, err := e.Verify(context.Background(), sp.Key.Service); err != nil || len(found) > 0 {
 				t.Fatalf("%s: %s, %v", sp.Key, found.Words(5), err)
@@ -39,4 +39,23 @@ func TestVerify(t *testing.T) {
 			}
 		}
 	})
+}
+
+// TestVerifyTells: a change is told as a comparison of everything tells it, and a real server that drains is none.
+func TestVerifyTells(t *testing.T) {
+	t.Parallel()
+	e, k := fakeEngine(plan.IPv4, testOptions)
+	p := large(1)
+	sp := p.Sorted(plan.IPv4)[0]
+	k.connections[sp.All()[1].Addr] = 1
+	must(t, e.Sync(t.Context(), p, plan.Everything()))
+	next, changed := replaced(p, sp.Key, "10.250.0.1:8080")
+	must(t, e.Sync(t.Context(), next, plan.Only(changed)))
+	endpoint := sp.All()[0].Addr
+	k.virtual[serverAt(sp)].RealServers[endpoint] = ipvs.ActualRealServer{RealServer: ipvs.RealServer{Addr: endpoint, Weight: 7}}
+	_, found, err := e.Verify(t.Context(), sp.Key.Service)
+	want := fmt.Sprintf("real server %s of virtual server %s: weight 7 in place of 1: changed", endpoint, serverAt(sp))
+	if err != nil || found.Words(5) != want {
+		t.Errorf("%v, %v; want %s", found.Words(5), err, want)
+	}
 }

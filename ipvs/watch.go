@@ -39,8 +39,11 @@ func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
 		running.Go(func() {
 			guards(ctx, func(f plan.Family) {
 				for _, e := range b.Engines {
-					if e.family == f {
-						e.suspectTables(suspect)
+					if e.family != f {
+						continue
+					}
+					if why := e.tablesDiffer(); why != "" {
+						suspect(why)
 					}
 				}
 			})
@@ -68,49 +71,30 @@ func (e *engine) contradicts(c host.DeviceChange) bool {
 	case c.PortRule:
 		return c.Family == e.family && e.actual.ports.complete
 	case c.ByPort:
-		_, made := e.actual.ports.routes[c.Route.Addr()]
-		return made
+		return e.actual.ports.routes.Has(c.Route.Addr())
 	case c.Route.IsValid():
-		_, made := e.routed[c.Route]
+		_, made := e.actual.routes[c.Route]
 		return made
 	case c.Address.IsValid():
 		if plan.FamilyOf(c.Address) != e.family {
 			return false
 		}
-		_, whole := e.actual.vips[c.Address]
-		_, unrouted := e.actual.ports.unrouted[c.Address]
-		return (whole || unrouted) == c.Gone
+		return (e.actual.vips.Has(c.Address) || e.actual.ports.unrouted.Has(c.Address)) == c.Gone
 	}
 	return true
 }
 
-// suspectTables calls suspect if an nftables table has changed.
-func (e *engine) suspectTables(suspect func(why string)) {
-	if e.guardChanged() {
-		suspect(fmt.Sprintf("nftables table %s (%s) was changed", names.IPVSMarks, e.family))
-	}
-	if why := e.portsChanged(); why != "" {
-		suspect(why)
-	}
-}
-
-// portsChanged is like portsDiffer, unless the next sync compares everything.
-func (e *engine) portsChanged() string {
-	e.mu.Lock()
+// tablesDiffer says which nftables table has changed; "" for none, or if the next sync compares everything.
+func (e *engine) tablesDiffer() string {
+	e.mu.Lock() // a sync uses the same socket
 	defer e.mu.Unlock()
 	if e.desired == nil {
 		return ""
 	}
-	return e.portsDiffer()
-}
-
-// guardChanged reports whether the guard of marks has changed.
-func (e *engine) guardChanged() bool {
-	e.mu.Lock() // a sync uses the same socket
-	defer e.mu.Unlock()
-	if e.desired == nil || e.machine.guard == nil {
-		return false
+	if e.machine.guard != nil {
+		if intact, err := e.machine.guard.Intact(); err != nil || !intact {
+			return fmt.Sprintf("nftables table %s (%s) was changed", names.IPVSMarks, e.family)
+		}
 	}
-	intact, err := e.machine.guard.Intact()
-	return err != nil || !intact
+	return e.portsDiffer()
 }

@@ -11,6 +11,7 @@ import (
 	links "github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"nodeproxy/internal/set"
 	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/netlink"
@@ -151,7 +152,7 @@ func (x *Ports) rule() *links.Rule {
 }
 
 // List returns the ports in the set. complete says that table and rule are as they should be, and exists that any of them exists.
-func (x *Ports) List() (ports map[plan.Address]struct{}, exists, complete bool, err error) {
+func (x *Ports) List() (ports set.Set[plan.Address], exists, complete bool, err error) {
 	exists, complete, err = x.state()
 	if err != nil {
 		return nil, false, false, err
@@ -176,8 +177,8 @@ const mostReads = 6
 
 // elements reads the set until a listing has no port that was not seen before: soon after the set has grown, some may be missing (see
 // nft.Conn.Elements).
-func (x *Ports) elements() (map[plan.Address]struct{}, error) {
-	out := map[plan.Address]struct{}{}
+func (x *Ports) elements() (set.Set[plan.Address], error) {
+	out := set.Set[plan.Address]{}
 	for range mostReads {
 		seen := len(out)
 		list, err := x.Elements(x.family, x.name, x.sets[0])
@@ -186,7 +187,7 @@ func (x *Ports) elements() (map[plan.Address]struct{}, error) {
 		}
 		for _, e := range list {
 			if p, ok := parsePort([]byte(e.Key), x.family); ok {
-				out[p] = struct{}{}
+				out.Insert(p)
 			}
 		}
 		if len(out) == seen {
@@ -227,21 +228,9 @@ func (x *Ports) Write(ports []plan.Address) error {
 	if err := x.write(portElements(ports)); err != nil {
 		return err
 	}
-	rules, err := portRules(x.handle, x.family)
-	if err != nil {
+	there, err := prunePortRules(x.handle, x.family, isPortRule)
+	if err != nil || there {
 		return err
-	}
-	there := false
-	for _, r := range rules {
-		if there = there || isPortRule(r); isPortRule(r) {
-			continue
-		}
-		if err := x.handle.RuleDel(&r); err != nil && !errors.Is(err, unix.ENOENT) {
-			return fmt.Errorf("removing routing rule %s: %w", r, err)
-		}
-	}
-	if there {
-		return nil
 	}
 	if err := x.handle.RuleAdd(x.rule()); err != nil && !errors.Is(err, unix.EEXIST) {
 		return fmt.Errorf("adding the %s routing rule for table %d: %w", x.family, names.PortsRouteTable, err)
@@ -272,10 +261,9 @@ func (x *Ports) Clear() error {
 }
 
 // portRules lists the rules that lead to names.PortsRouteTable.
-func portRules(h *links.Handle, f plan.Family) (list []links.Rule, err error) {
-	err = host.Retry(func() (err error) {
-		list, err = h.RuleListFiltered(int(netlink.Family(f)), &links.Rule{Table: names.PortsRouteTable}, links.RT_FILTER_TABLE)
-		return err
+func portRules(h *links.Handle, f plan.Family) ([]links.Rule, error) {
+	list, err := host.List(func() ([]links.Rule, error) {
+		return h.RuleListFiltered(int(netlink.Family(f)), &links.Rule{Table: names.PortsRouteTable}, links.RT_FILTER_TABLE)
 	})
 	if err != nil {
 		return nil, fmt.Errorf("listing the %s routing rules for table %d: %w", f, names.PortsRouteTable, err)
@@ -286,15 +274,23 @@ func portRules(h *links.Handle, f plan.Family) (list []links.Rule, err error) {
 	return list, nil
 }
 
-func removePortRules(h *links.Handle, f plan.Family) error {
+// prunePortRules removes the rules that lead to names.PortsRouteTable, but for some, and reports whether there are such.
+func prunePortRules(h *links.Handle, f plan.Family, stays func(links.Rule) bool) (some bool, err error) {
 	list, err := portRules(h, f)
 	errs := []error{err}
 	for _, r := range list {
-		if err := h.RuleDel(&r); err != nil && !errors.Is(err, unix.ENOENT) {
+		if stays(r) {
+			some = true
+		} else if err := h.RuleDel(&r); err != nil && !errors.Is(err, unix.ENOENT) {
 			errs = append(errs, fmt.Errorf("removing routing rule %s: %w", r, err))
 		}
 	}
-	return errors.Join(errs...)
+	return some, errors.Join(errs...)
+}
+
+func removePortRules(h *links.Handle, f plan.Family) error {
+	_, err := prunePortRules(h, f, func(links.Rule) bool { return false })
+	return err
 }
 
 // PortsFamilies returns the families for which a Ports has left a table or a rule in the network namespace of the calling thread.
@@ -303,13 +299,8 @@ func PortsFamilies() ([]plan.Family, error) {
 	if err != nil {
 		return nil, err
 	}
-	handle, err := links.NewHandle(unix.NETLINK_ROUTE)
-	if err != nil {
-		return nil, fmt.Errorf("routing rules: netlink socket: %w", err)
-	}
-	defer handle.Close()
 	for _, f := range plan.Families {
-		list, err := portRules(handle, f)
+		list, err := portRules(new(links.Handle), f)
 		if noRules(err) {
 			continue
 		} else if err != nil {
@@ -330,14 +321,9 @@ func noRules(err error) bool {
 // RemovePorts removes the tables and rules of both families, and what an interrupted AddUnrouted has left. The routes are removed
 // with the interface.
 func RemovePorts() error {
-	handle, err := links.NewHandle(unix.NETLINK_ROUTE)
-	if err != nil {
-		return fmt.Errorf("removing routing rules: netlink socket: %w", err)
-	}
-	defer handle.Close()
 	errs := []error{nft.RemoveTables(names.IPVSPorts), host.RemoveThrown()}
 	for _, f := range plan.Families {
-		if err := removePortRules(handle, f); !noRules(err) {
+		if err := removePortRules(new(links.Handle), f); !noRules(err) {
 			errs = append(errs, err)
 		}
 	}

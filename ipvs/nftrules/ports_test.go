@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/internal/set"
 	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
@@ -63,9 +64,9 @@ func TestPorts(t *testing.T) {
 			t.Helper()
 			got, exists, gotComplete, err := x.List()
 			ok(t, err)
-			want := map[plan.Address]struct{}{}
+			want := set.Set[plan.Address]{}
 			for _, p := range ports {
-				want[p] = struct{}{}
+				want.Insert(p)
 			}
 			gotRoutes, err := d.PortRoutes(tc.family)
 			ok(t, err)

@@ -2,7 +2,6 @@ package host
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -41,14 +40,9 @@ func (f Filter) Addresses(families ...plan.Family) ([]Address, error) {
 	fail := func(err error) ([]Address, error) {
 		return nil, fmt.Errorf("listing the addresses of this node: %w", err)
 	}
-	handle, err := links.NewHandle(unix.NETLINK_ROUTE)
-	if err != nil {
-		return fail(err)
-	}
-	defer handle.Close()
 	var not []int
 	for _, name := range f.Except {
-		link, err := handle.LinkByName(name)
+		link, err := links.LinkByName(name)
 		switch {
 		case err == nil:
 			not = append(not, link.Attrs().Index)
@@ -58,7 +52,7 @@ func (f Filter) Addresses(families ...plan.Family) ([]Address, error) {
 	}
 	var out []Address
 	for _, family := range families {
-		list, err := addresses(handle, nil, family)
+		list, err := addresses(new(links.Handle), nil, family)
 		if err != nil {
 			return fail(err)
 		}
@@ -73,19 +67,14 @@ func (f Filter) Addresses(families ...plan.Family) ([]Address, error) {
 
 // addresses lists the addresses of an interface, or of all if it is nil.
 func addresses(h *links.Handle, link links.Link, f plan.Family) ([]Address, error) {
-	var list []links.Addr
-	err := Retry(func() (err error) {
-		list, err = h.AddrList(link, int(netlink.Family(f)))
-		return err
-	})
+	list, err := List(func() ([]links.Addr, error) { return h.AddrList(link, int(netlink.Family(f))) })
 	if err != nil {
 		return nil, fmt.Errorf("listing %s addresses: %w", f, err)
 	}
 	var out []Address
 	for _, a := range list {
-		if ip, ok := netip.AddrFromSlice(a.IP); ok {
-			ones, _ := a.Mask.Size()
-			out = append(out, Address{ip.Unmap(), netip.PrefixFrom(ip.Unmap(), ones).Masked(), a.LinkIndex, usable(a.Flags)})
+		if p := prefixOf(a.IPNet); p.IsValid() {
+			out = append(out, Address{p.Addr(), p.Masked(), a.LinkIndex, usable(a.Flags)})
 		}
 	}
 	return out, nil
@@ -147,11 +136,7 @@ type addressWatch struct {
 }
 
 func (w *addressWatch) message(_ netlink.Header, body []byte) {
-	if len(body) < unix.SizeofIfAddrmsg || w.excepted(binary.NativeEndian.Uint32(body[4:])) {
-		return
-	}
-	a, ok := netip.AddrFromSlice(netlink.Attribute(body[unix.SizeofIfAddrmsg:], unix.IFA_ADDRESS))
-	if !ok || w.filter.LinkLocal || !linkLocal6(a) {
+	if index, a := addressOf(body); !w.excepted(index) && (w.filter.LinkLocal || !linkLocal6(a)) {
 		w.note()
 	}
 }

@@ -4,7 +4,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"maps"
 	"net"
 	"net/netip"
 	"os"
@@ -18,6 +17,7 @@ import (
 	links "github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"nodeproxy/internal/set"
 	"nodeproxy/kernel/module"
 	"nodeproxy/kernel/netlink"
 	"nodeproxy/plan"
@@ -35,39 +35,32 @@ type Device struct {
 }
 
 // OpenDevice makes the interface unless it exists, without any address, and brings it up. The error names what is missing.
-func OpenDevice(name string) (*Device, error) {
-	handle, err := links.NewHandle(unix.NETLINK_ROUTE)
-	if err != nil {
-		return nil, fmt.Errorf("interface %s: netlink socket: %w", name, err)
-	}
-	d := &Device{name: name, handle: handle}
-	if err := d.open(); err != nil {
-		handle.Close()
-		return nil, fmt.Errorf("interface %s: %w", name, err)
-	}
-	return d, nil
-}
+func OpenDevice(name string) (*Device, error) { return newDevice(name, (*Device).open) }
 
 // FindDevice returns an interface that exists, to read from; nil if there is none. It changes nothing.
 func FindDevice(name string) (*Device, error) {
-	handle, err := links.NewHandle(unix.NETLINK_ROUTE)
-	if err != nil {
-		return nil, fmt.Errorf("interface %s: netlink socket: %w", name, err)
-	}
-	d := &Device{name: name, handle: handle}
-	if d.link, err = handle.LinkByName(name); err == nil {
-		if err = isDummy(d.link); err == nil {
-			d.conn, err = netlink.Dial(unix.NETLINK_ROUTE)
-		}
-	}
-	if err == nil {
-		return d, nil
-	}
-	handle.Close()
+	d, err := newDevice(name, (*Device).find)
 	if errors.As(err, new(links.LinkNotFoundError)) {
 		return nil, nil
 	}
-	return nil, fmt.Errorf("interface %s: %w", name, err)
+	return d, err
+}
+
+func newDevice(name string, by func(*Device) error) (*Device, error) {
+	d := &Device{name: name}
+	var err error
+	if d.handle, err = links.NewHandle(unix.NETLINK_ROUTE); err != nil {
+		return nil, fmt.Errorf("interface %s: netlink socket: %w", name, err)
+	}
+	if d.conn, err = netlink.Dial(unix.NETLINK_ROUTE); err != nil {
+		d.handle.Close()
+		return nil, fmt.Errorf("interface %s: %w", name, err)
+	}
+	if err := by(d); err != nil {
+		_ = d.Close()
+		return nil, fmt.Errorf("interface %s: %w", name, err)
+	}
+	return d, nil
 }
 
 // Up reports whether the interface was up when it was found.
@@ -75,17 +68,9 @@ func (d *Device) Up() bool { return d.link.Attrs().Flags&net.FlagUp != 0 }
 
 // CheckDevice returns the error that OpenDevice would return, and makes no interface.
 func CheckDevice(name string) error {
-	handle, err := links.NewHandle(unix.NETLINK_ROUTE)
-	if err != nil {
-		return fmt.Errorf("interface %s: netlink socket: %w", name, err)
-	}
-	defer handle.Close()
-	d := &Device{name: name, handle: handle}
-	link, err := handle.LinkByName(name)
-	switch {
-	case err == nil:
-		err = isDummy(link)
-	case errors.As(err, new(links.LinkNotFoundError)):
+	d := &Device{name: name, handle: new(links.Handle)}
+	err := d.find()
+	if errors.As(err, new(links.LinkNotFoundError)) {
 		err = d.canMake("dummy")
 	}
 	if err != nil {
@@ -94,29 +79,65 @@ func CheckDevice(name string) error {
 	return nil
 }
 
-func (d *Device) open() error {
+// DeviceExists reports whether there is a network interface of that name.
+func DeviceExists(name string) bool {
+	_, err := links.LinkByName(name)
+	return err == nil
+}
+
+// find finds the interface.
+func (d *Device) find() error {
 	link, err := d.handle.LinkByName(d.name)
+	if err == nil && link.Type() != "dummy" {
+		err = fmt.Errorf("it exists, but is of type %s and not dummy: remove or rename it", link.Type())
+	}
+	if err == nil {
+		d.link = link
+	}
+	return err
+}
+
+func (d *Device) open() error {
+	err := d.find()
 	if errors.As(err, new(links.LinkNotFoundError)) {
-		link, err = d.make("dummy")
+		if err = d.add("dummy", nil); err == nil || errors.Is(err, unix.EEXIST) {
+			err = d.find()
+		}
 	}
 	if err != nil {
 		return err
 	}
-	if err := isDummy(link); err != nil {
-		return err
-	}
 	// Without IPv6 there is nothing to turn off. Where this fails for another reason, the interface has one address more.
 	const none = 1 // IN6_ADDR_GEN_MODE_NONE
-	_ = d.handle.LinkSetIP6AddrGenMode(link, none)
-	if err := d.handle.LinkSetUp(link); err != nil {
+	_ = d.handle.LinkSetIP6AddrGenMode(d.link, none)
+	if err := d.handle.LinkSetUp(d.link); err != nil {
 		return fmt.Errorf("turning it on: %w", err)
 	}
-	if err := d.enableIPv6(); err != nil {
-		return err
+	return d.enableIPv6()
+}
+
+// Ensure makes the interface again if another program has removed it, and brings it up if it is down. It says what had happened; ""
+// for nothing. The interface has lost its addresses and routes then.
+func (d *Device) Ensure() (repaired string, err error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	link, err := d.handle.LinkByName(d.name)
+	switch {
+	case err == nil && link.Attrs().Index == d.link.Attrs().Index && link.Attrs().Flags&net.FlagUp != 0:
+		return "", nil
+	case err == nil && link.Attrs().Index == d.link.Attrs().Index:
+		repaired = "turned off"
+	case err == nil:
+		repaired = "removed and made again"
+	case errors.As(err, new(links.LinkNotFoundError)):
+		repaired = "removed"
+	default:
+		return "", fmt.Errorf("interface %s: %w", d.name, err)
 	}
-	d.link = link
-	d.conn, err = netlink.Dial(unix.NETLINK_ROUTE)
-	return err
+	if err := d.open(); err != nil {
+		return "", fmt.Errorf("interface %s: %w", d.name, err)
+	}
+	return repaired, nil
 }
 
 // EnableIPv6 enables IPv6 addresses of the interface where the node has IPv6 off for new interfaces
@@ -142,21 +163,6 @@ func (d *Device) enableIPv6() error {
 		return fmt.Errorf("IPv6 is off on interface %s: setting %s to 0: %w", d.name, path, err)
 	}
 	return nil
-}
-
-func isDummy(link links.Link) error {
-	if link.Type() != "dummy" {
-		return fmt.Errorf("it exists, but is of type %s and not dummy: remove or rename it", link.Type())
-	}
-	return nil
-}
-
-// make makes the interface.
-func (d *Device) make(kind string) (links.Link, error) {
-	if err := d.add(kind, nil); err != nil && !errors.Is(err, unix.EEXIST) {
-		return nil, err
-	}
-	return d.handle.LinkByName(d.name)
 }
 
 // canMake finds out whether the interface could be made, by asking for one with a multicast address, which is invalid. Only a
@@ -202,17 +208,12 @@ func (d *Device) Close() error {
 
 // RemoveDevice removes an interface, and with it its addresses and routes.
 func RemoveDevice(name string) error {
-	handle, err := links.NewHandle(unix.NETLINK_ROUTE)
-	if err != nil {
-		return fmt.Errorf("removing interface %s: netlink socket: %w", name, err)
-	}
-	defer handle.Close()
-	link, err := handle.LinkByName(name)
+	link, err := links.LinkByName(name)
 	if errors.As(err, new(links.LinkNotFoundError)) {
 		return nil
 	}
 	if err == nil {
-		err = handle.LinkDel(link)
+		err = links.LinkDel(link)
 	}
 	if err != nil && !errors.Is(err, unix.ENODEV) {
 		return fmt.Errorf("removing interface %s: %w", name, err)
@@ -221,25 +222,22 @@ func RemoveDevice(name string) error {
 }
 
 // Addresses returns the addresses of the interface, without link-local ones of IPv6.
-func (d *Device) Addresses(f plan.Family) (map[netip.Addr]struct{}, error) {
+func (d *Device) Addresses(f plan.Family) (set.Set[netip.Addr], error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	all, err := d.addresses(f)
-	if err != nil {
-		return nil, err
-	}
-	maps.DeleteFunc(all, func(a netip.Addr, _ struct{}) bool { return linkLocal6(a) })
-	return all, nil
+	return d.addresses(f)
 }
 
-func (d *Device) addresses(f plan.Family) (map[netip.Addr]struct{}, error) {
+func (d *Device) addresses(f plan.Family) (set.Set[netip.Addr], error) {
 	list, err := addresses(d.handle, d.link, f)
 	if err != nil {
 		return nil, err
 	}
-	out := make(map[netip.Addr]struct{}, len(list))
+	out := make(set.Set[netip.Addr], len(list))
 	for _, a := range list {
-		out[a.Addr] = struct{}{}
+		if !linkLocal6(a.Addr) {
+			out.Insert(a.Addr)
+		}
 	}
 	return out, nil
 }
@@ -250,7 +248,7 @@ func (d *Device) addresses(f plan.Family) (map[netip.Addr]struct{}, error) {
 func (d *Device) AddAddresses(addrs []netip.Addr) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	added, err := d.change(unix.RTM_NEWADDR, unix.NLM_F_CREATE|unix.NLM_F_EXCL, addrs, unix.EEXIST, "adding")
+	added, err := d.change(addrs, "adding address %s of interface %s", d.newAddress())
 	return errors.Join(err, d.waitLocal(slices.DeleteFunc(added, netip.Addr.Is4)))
 }
 
@@ -258,7 +256,8 @@ func (d *Device) AddAddresses(addrs []netip.Addr) error {
 func (d *Device) RemoveAddresses(addrs []netip.Addr) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	_, err := d.change(unix.RTM_DELADDR, 0, addrs, unix.EADDRNOTAVAIL, "removing")
+	_, err := d.change(addrs, "removing address %s of interface %s",
+		request{kind: unix.RTM_DELADDR, body: d.address, done: unix.EADDRNOTAVAIL})
 	return err
 }
 
@@ -275,7 +274,7 @@ func (d *Device) still(addrs []netip.Addr) ([]netip.Addr, error) {
 	if errors.Is(err, unix.ENODEV) {
 		return nil, nil
 	}
-	return slices.DeleteFunc(addrs, func(a netip.Addr) bool { _, is := have[a]; return !is }), err
+	return slices.DeleteFunc(addrs, func(a netip.Addr) bool { return !have.Has(a) }), err
 }
 
 // waitLocal waits until packets to IPv6 addresses are local, unless the addresses are removed meanwhile. The kernel leaves that to
@@ -305,55 +304,66 @@ func (d *Device) waitLocal(addrs []netip.Addr) error {
 // notLocal returns those IPv6 addresses that are not local yet. If there are few, it asks for each.
 func (d *Device) notLocal(addrs []netip.Addr) ([]netip.Addr, error) {
 	const few = 50
-	local := map[netip.Addr]bool{}
-	note := func(list []links.Route, err error) error {
-		for _, r := range list {
-			if a, ok := netip.AddrFromSlice(r.Dst.IP); ok && r.Type == unix.RTN_LOCAL {
-				local[a] = true
-			}
-		}
-		return err
-	}
-	var err error
+	var list []links.Route
 	if len(addrs) > few {
-		filter := &links.Route{LinkIndex: d.link.Attrs().Index, Table: unix.RT_TABLE_LOCAL}
-		err = Retry(func() error {
-			return note(d.handle.RouteListFiltered(unix.AF_INET6, filter, links.RT_FILTER_OIF|links.RT_FILTER_TABLE))
-		})
+		var err error
+		if list, err = d.routes(plan.IPv6, unix.RT_TABLE_LOCAL); err != nil {
+			return nil, fmt.Errorf("looking whether addresses of interface %s are local: %w", d.name, err)
+		}
 	} else {
 		for _, a := range addrs {
 			// Until there is a local route, the answer may be an error, or a route that refuses.
-			_ = note(d.handle.RouteGet(a.AsSlice()))
+			route, _ := d.handle.RouteGet(a.AsSlice())
+			list = append(list, route...)
 		}
 	}
-	if err != nil {
-		return nil, fmt.Errorf("looking whether addresses of interface %s are local: %w", d.name, err)
+	local := set.Set[netip.Addr]{}
+	for _, r := range list {
+		if r.Type == unix.RTN_LOCAL {
+			local.Insert(prefixOf(r.Dst).Addr())
+		}
 	}
-	return slices.DeleteFunc(addrs, func(a netip.Addr) bool { return local[a] }), nil
+	return slices.DeleteFunc(addrs, local.Has), nil
 }
 
-// change adds or removes addresses, and returns those for which that was necessary. done is the error that means it was not.
-func (d *Device) change(kind, flags uint16, addrs []netip.Addr, done syscall.Errno, doing string) ([]netip.Addr, error) {
-	messages := make([]netlink.Message, len(addrs))
-	for i, a := range addrs {
-		messages[i] = netlink.Message{Type: kind, Flags: flags, Body: addressBody(a, d.link.Attrs().Index)}
+// request is what is asked of the kernel for an address. done is the error that means that it was not necessary.
+type request struct {
+	kind, flags uint16
+	body        func(netip.Addr) netlink.Buffer
+	done        syscall.Errno
+}
+
+// change makes requests for each address, and returns the addresses for which the last one was necessary. doing is what failed, with verbs
+// for the address and the interface.
+func (d *Device) change(addrs []netip.Addr, doing string, requests ...request) ([]netip.Addr, error) {
+	var messages []netlink.Message
+	for _, a := range addrs {
+		for _, r := range requests {
+			messages = append(messages, netlink.Message{Type: r.kind, Flags: r.flags, Body: r.body(a)})
+		}
 	}
 	const most = 10 // of possibly one error for each address
 	var changed []netip.Addr
 	var failed []error
 	count := 0
 	errs := d.conn.Do(messages...)
-	for i, a := range addrs {
-		if errs == nil || errs[i] == nil {
-			changed = append(changed, a)
+	for i := range messages {
+		a, step := addrs[i/len(requests)], i%len(requests)
+		switch {
+		case errs == nil || errs[i] == nil:
+			if step == len(requests)-1 {
+				changed = append(changed, a)
+			}
+			continue
+		case errors.Is(errs[i], requests[step].done):
 			continue
 		}
-		err := errs[i]
-		if errors.Is(err, done) {
-			continue
+		what := fmt.Sprintf(doing, a, d.name)
+		if len(requests) > 1 {
+			what += fmt.Sprintf(", step %d", step+1)
 		}
 		if count++; count <= most {
-			failed = append(failed, fmt.Errorf("%s address %s of interface %s: %w", doing, a, d.name, err))
+			failed = append(failed, fmt.Errorf("%s: %w", what, errs[i]))
 		}
 	}
 	if count > most {
@@ -362,11 +372,15 @@ func (d *Device) change(kind, flags uint16, addrs []netip.Addr, done syscall.Err
 	return changed, errors.Join(failed...)
 }
 
-// addressBody is an address as in linux/if_addr.h.
-func addressBody(a netip.Addr, index int) []byte {
+func (d *Device) newAddress() request {
+	return request{unix.RTM_NEWADDR, unix.NLM_F_CREATE | unix.NLM_F_EXCL, d.address, unix.EEXIST}
+}
+
+// address is an address of the interface as in linux/if_addr.h.
+func (d *Device) address(a netip.Addr) netlink.Buffer {
 	family := plan.FamilyOf(a)
 	b := netlink.Buffer{netlink.Family(family), uint8(a.BitLen()), 0, unix.RT_SCOPE_HOST}
-	b = binary.NativeEndian.AppendUint32(b, uint32(index))
+	b = binary.NativeEndian.AppendUint32(b, uint32(d.link.Attrs().Index))
 	b = b.Addr(unix.IFA_LOCAL, a)
 	b = b.Addr(unix.IFA_ADDRESS, a)
 	if family == plan.IPv4 {
@@ -381,6 +395,16 @@ func addressBody(a netip.Addr, index int) []byte {
 	return b.Bytes(unix.IFA_CACHEINFO, times...)
 }
 
+// routes lists the local routes of this interface in a table.
+func (d *Device) routes(f plan.Family, table int) ([]links.Route, error) {
+	filter := &links.Route{LinkIndex: d.link.Attrs().Index, Table: table, Type: unix.RTN_LOCAL}
+	list, err := routes(d.handle, netlink.Family(f), filter, links.RT_FILTER_OIF|links.RT_FILTER_TABLE|links.RT_FILTER_TYPE)
+	if err != nil {
+		return nil, fmt.Errorf("listing the %s routes of interface %s: %w", f, d.name, err)
+	}
+	return list, nil
+}
+
 // Routes returns the ranges that are local by a route to this interface, other than by its addresses, with the source address for
 // connections to them; the zero Addr if that is the destination itself.
 func (d *Device) Routes(f plan.Family) (map[netip.Prefix]netip.Addr, error) {
@@ -390,17 +414,13 @@ func (d *Device) Routes(f plan.Family) (map[netip.Prefix]netip.Addr, error) {
 	if err != nil {
 		return nil, err
 	}
-	routes := map[netip.Prefix]netip.Addr{}
+	out := map[netip.Prefix]netip.Addr{}
 	for _, r := range list {
-		if r.Protocol == unix.RTPROT_KERNEL || r.Dst == nil {
-			continue
+		if r.Protocol != unix.RTPROT_KERNEL {
+			out[prefixOf(r.Dst)] = addrOf(r.Src)
 		}
-		dst, _ := netip.AddrFromSlice(r.Dst.IP)
-		ones, _ := r.Dst.Mask.Size()
-		src, _ := netip.AddrFromSlice(r.Src)
-		routes[netip.PrefixFrom(dst.Unmap(), ones)] = src.Unmap()
 	}
-	return routes, nil
+	return out, nil
 }
 
 // AddRoute makes all addresses of a range local, and src, if given, the source address of the node's connections to them. It

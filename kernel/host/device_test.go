@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/internal/set"
 	"nodeproxy/plan"
 )
 
@@ -24,20 +25,27 @@ const deviceName = "kube-ipvs0"
 func openDevice(t testing.TB) *Device {
 	t.Helper()
 	d, err := OpenDevice(deviceName)
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
 	t.Cleanup(func() { _ = d.Close() })
 	return d
 }
 
-func addrSet(addrs ...string) map[netip.Addr]struct{} {
-	m := map[netip.Addr]struct{}{}
-	for _, a := range addrs {
-		m[netip.MustParseAddr(a)] = struct{}{}
+func must(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
 	}
-	return m
 }
+
+// addrs parses addresses.
+func addrs(texts ...string) (out []netip.Addr) {
+	for _, text := range texts {
+		out = append(out, netip.MustParseAddr(text))
+	}
+	return out
+}
+
+func addrSet(texts ...string) set.Set[netip.Addr] { return set.Of(addrs(texts...)...) }
 
 func TestDevice(t *testing.T) {
 	nstest.Enter(t)
@@ -66,13 +74,8 @@ func TestDevice(t *testing.T) {
 		t.Errorf("it has an address: %s", show)
 	}
 	nstest.Exec(t, "ip", "addr", "add", "10.96.0.3/32", "dev", deviceName) // as kube-proxy has it
-	var all []netip.Addr
-	for _, a := range []string{"10.96.0.1", "10.96.0.2", "10.96.0.3", "fd00::1", "fd00::2"} {
-		all = append(all, netip.MustParseAddr(a))
-	}
-	if err := d.AddAddresses(all); err != nil {
-		t.Fatal(err)
-	}
+	all := addrs("10.96.0.1", "10.96.0.2", "10.96.0.3", "fd00::1", "fd00::2")
+	must(t, d.AddAddresses(all))
 	if err := d.AddAddresses(all); err != nil {
 		t.Errorf("again: %v", err)
 	}
@@ -92,15 +95,13 @@ func TestDevice(t *testing.T) {
 		t.Errorf("addresses are not as they should: %s", show)
 	}
 	for range 2 {
-		if err := d.RemoveAddresses([]netip.Addr{all[0], all[2], all[3]}); err != nil {
-			t.Error(err)
-		}
+		must(t, d.RemoveAddresses([]netip.Addr{all[0], all[2], all[3]}))
 	}
 	compare(plan.IPv4, "10.96.0.2")
 	compare(plan.IPv6, "fd00::2")
 
 	// What is wrong with one must not concern the others.
-	err := d.AddAddresses([]netip.Addr{netip.MustParseAddr("10.96.0.8"), netip.MustParseAddr("ff02::5"), netip.MustParseAddr("fd00::8")})
+	err := d.AddAddresses(addrs("10.96.0.8", "ff02::5", "fd00::8"))
 	if err == nil || !strings.Contains(err.Error(), "adding address ff02::5 of interface kube-ipvs0") {
 		t.Errorf("a multicast address: %v", err)
 	}
@@ -108,9 +109,7 @@ func TestDevice(t *testing.T) {
 	compare(plan.IPv6, "fd00::2", "fd00::8")
 
 	for range 2 {
-		if err := RemoveDevice(deviceName); err != nil {
-			t.Error(err)
-		}
+		must(t, RemoveDevice(deviceName))
 	}
 	nstest.Exec(t, "ip", "link", "add", deviceName, "type", "bridge")
 	if _, err := OpenDevice(deviceName); err == nil || !strings.Contains(err.Error(), "of type bridge") {
@@ -123,23 +122,17 @@ func TestDevice(t *testing.T) {
 func TestDeviceWithIPv6OffByDefault(t *testing.T) {
 	nstest.Enter(t)
 	const byDefault = "/proc/sys/net/ipv6/conf/default/disable_ipv6"
-	if err := os.WriteFile(byDefault, []byte("1"), 0o644); err != nil {
-		t.Fatal(err)
-	}
+	must(t, os.WriteFile(byDefault, []byte("1"), 0o644))
 	d := openDevice(t)
-	all := []netip.Addr{netip.MustParseAddr("10.96.0.1"), netip.MustParseAddr("fd00::1")}
+	all := addrs("10.96.0.1", "fd00::1")
 	if err := d.AddAddresses(all[1:]); err == nil {
 		t.Error("an address was added with IPv6 off: this test shows nothing")
 	}
 	if err := d.EnableIPv6("/nonexistent"); err == nil || !strings.Contains(err.Error(), "disable_ipv6") {
 		t.Errorf("a setting that can't be made: %v", err)
 	}
-	if err := d.EnableIPv6("/proc/sys"); err != nil {
-		t.Fatal(err)
-	}
-	if err := d.AddAddresses(all); err != nil {
-		t.Error(err)
-	}
+	must(t, d.EnableIPv6("/proc/sys"))
+	must(t, d.AddAddresses(all))
 	nstest.Exec(t, "ip", "link", "delete", deviceName)
 	if mended, err := d.Ensure(); err != nil || mended == "" {
 		t.Fatalf("%q, %v", mended, err)
@@ -163,9 +156,7 @@ func TestAddressesAreLocal(t *testing.T) {
 			number++
 			all = append(all, netip.MustParseAddr(fmt.Sprintf("10.96.%d.%d", number/250, number%250)), netip.MustParseAddr(fmt.Sprintf("fd00:96::%x", number)))
 		}
-		if err := d.AddAddresses(all); err != nil {
-			t.Fatal(err)
-		}
+		must(t, d.AddAddresses(all))
 		for _, a := range all {
 			route, err := netlink.RouteGet(a.AsSlice())
 			if err != nil || len(route) != 1 || route[0].Type != unix.RTN_LOCAL {
@@ -184,18 +175,14 @@ func TestAddressesThatGo(t *testing.T) {
 		for i := range count {
 			all = append(all, netip.MustParseAddr(fmt.Sprintf("fd00:96::%x", i+1)))
 		}
-		if err := d.AddAddresses(all); err != nil {
-			t.Fatal(err)
-		}
+		must(t, d.AddAddresses(all))
 		nstest.Exec(t, "ip", "-6", "address", "flush", "dev", deviceName)
 		if err := d.waitLocal(all); err != nil {
 			t.Errorf("%d addresses that are gone are waited for: %v", count, err)
 		}
 	}
-	if err := RemoveDevice(deviceName); err != nil {
-		t.Fatal(err)
-	}
-	if err := d.waitLocal([]netip.Addr{netip.MustParseAddr("fd00:96::1")}); err != nil {
+	must(t, RemoveDevice(deviceName))
+	if err := d.waitLocal(addrs("fd00:96::1")); err != nil {
 		t.Errorf("addresses of an interface that is gone are waited for: %v", err)
 	}
 }
@@ -204,9 +191,7 @@ func TestAddressesThatGo(t *testing.T) {
 func TestSourceAddress(t *testing.T) {
 	nstest.Enter(t)
 	d := openDevice(t)
-	if err := d.AddAddresses([]netip.Addr{netip.MustParseAddr("10.96.0.1"), netip.MustParseAddr("fd00::1")}); err != nil {
-		t.Fatal(err)
-	}
+	must(t, d.AddAddresses(addrs("10.96.0.1", "fd00::1")))
 	nstest.Exec(t, "ip", "link", "add", "out0", "type", "dummy")
 	nstest.Exec(t, "ip", "link", "set", "out0", "up")
 	nstest.Exec(t, "ip", "addr", "add", "192.0.2.7/32", "dev", "lo")
@@ -226,9 +211,7 @@ func TestSourceAddress(t *testing.T) {
 func TestRoutes(t *testing.T) {
 	nstest.Enter(t)
 	d := openDevice(t)
-	if err := d.AddAddresses([]netip.Addr{netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("2001:db8::1")}); err != nil {
-		t.Fatal(err)
-	}
+	must(t, d.AddAddresses(addrs("192.0.2.1", "2001:db8::1")))
 	compare := func(f plan.Family, want map[netip.Prefix]netip.Addr) {
 		t.Helper()
 		if got, err := d.Routes(f); err != nil || !maps.Equal(got, want) {
@@ -248,9 +231,7 @@ func TestRoutes(t *testing.T) {
 			if src != "" {
 				want = netip.MustParseAddr(src)
 			}
-			if err := d.AddRoute(c.p, want); err != nil {
-				t.Fatal(err)
-			}
+			must(t, d.AddRoute(c.p, want))
 			compare(c.f, map[netip.Prefix]netip.Addr{c.p: want})
 			got := nstest.Exec(t, "ip", "route", "get", c.inside)
 			if !strings.HasPrefix(got, "local "+c.inside) || !strings.Contains(got, "src "+src) {
@@ -258,9 +239,7 @@ func TestRoutes(t *testing.T) {
 			}
 		}
 		for range 2 {
-			if err := d.RemoveRoute(c.p); err != nil {
-				t.Error(err)
-			}
+			must(t, d.RemoveRoute(c.p))
 		}
 		compare(c.f, map[netip.Prefix]netip.Addr{})
 	}
@@ -271,11 +250,11 @@ func TestRoutes(t *testing.T) {
 }
 
 // hostAddresses are those of all interfaces but one.
-func hostAddresses(f plan.Family) (map[netip.Addr]struct{}, error) {
+func hostAddresses(f plan.Family) (set.Set[netip.Addr], error) {
 	list, err := Filter{Except: []string{deviceName}}.Addresses(f)
-	out := map[netip.Addr]struct{}{}
+	out := set.Set[netip.Addr]{}
 	for _, a := range list {
-		out[a.Addr] = struct{}{}
+		out.Insert(a.Addr)
 	}
 	return out, err
 }
@@ -298,9 +277,7 @@ func TestHostAddresses(t *testing.T) {
 	}
 	compare()
 	d := openDevice(t)
-	if err := d.AddAddresses([]netip.Addr{netip.MustParseAddr("10.96.0.1"), netip.MustParseAddr("fd00::1")}); err != nil {
-		t.Fatal(err)
-	}
+	must(t, d.AddAddresses(addrs("10.96.0.1", "fd00::1")))
 	compare()
 }
 
@@ -315,9 +292,7 @@ func TestWatchAddresses(t *testing.T) {
 	calls := make(chan struct{}, 100)
 	ended := make(chan error)
 	ns, err := netns.Get()
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
 	defer ns.Close()
 	go func() {
 		runtime.LockOSThread()
@@ -349,9 +324,7 @@ func TestWatchAddresses(t *testing.T) {
 	if n := count(); n != 1 {
 		t.Errorf("%d calls at the beginning, want 1", n)
 	}
-	if err := d.AddAddresses([]netip.Addr{netip.MustParseAddr("10.96.0.1"), netip.MustParseAddr("fd00::1")}); err != nil {
-		t.Fatal(err)
-	}
+	must(t, d.AddAddresses(addrs("10.96.0.1", "fd00::1")))
 	if n := none(); n != 0 {
 		t.Errorf("%d calls for addresses of the interface that is left out", n)
 	}
@@ -375,17 +348,13 @@ func TestWatchAddresses(t *testing.T) {
 
 	// More than the socket holds. The interface is not the one that is left out.
 	other, err := OpenDevice("other")
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
 	defer other.Close()
 	var many []netip.Addr
 	for i := range 2000 {
 		many = append(many, netip.AddrFrom4([4]byte{10, 0, byte(i >> 8), byte(i)}))
 	}
-	if err := other.AddAddresses(many); err != nil {
-		t.Fatal(err)
-	}
+	must(t, other.AddAddresses(many))
 	if n := count(); n == 0 || n > len(many)/10 {
 		t.Errorf("%d calls for %d addresses at once", n, len(many))
 	}
@@ -394,9 +363,7 @@ func TestWatchAddresses(t *testing.T) {
 		t.Errorf("%d calls for an address after that, want 1", n)
 	}
 	cancel()
-	if err := <-ended; err != nil {
-		t.Error(err)
-	}
+	must(t, <-ended)
 	nstest.Exec(t, "ip", "addr", "del", "192.0.2.1/32", "dev", "lo")
 	if n := none(); n != 0 {
 		t.Errorf("%d calls after the end", n)

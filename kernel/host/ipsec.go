@@ -3,7 +3,6 @@ package host
 import (
 	"errors"
 	"fmt"
-	"net"
 	"net/netip"
 	"os"
 	"slices"
@@ -39,14 +38,11 @@ func (p Policy) String() string {
 func Shut() (out []Policy, err error) {
 	keyed := keyManager()
 	for _, f := range plan.Families {
-		var policies []links.XfrmPolicy
+		policies, err := List(func() ([]links.XfrmPolicy, error) { return links.XfrmPolicyList(int(netlink.Family(f))) })
 		var states []links.XfrmState
-		err := Retry(func() (err error) {
-			if policies, err = links.XfrmPolicyList(int(netlink.Family(f))); err == nil && len(policies) > 0 {
-				states, err = links.XfrmStateList(int(netlink.Family(f)))
-			}
-			return err
-		})
+		if err == nil && len(policies) > 0 {
+			states, err = List(func() ([]links.XfrmState, error) { return links.XfrmStateList(int(netlink.Family(f))) })
+		}
 		if errors.Is(err, unix.EPROTONOSUPPORT) || errors.Is(err, unix.EOPNOTSUPP) { // The kernel has no IPsec.
 			return nil, nil
 		}
@@ -100,8 +96,8 @@ func unkeyed(p links.XfrmPolicy, states []links.XfrmState, manager bool) netip.A
 		return netip.Addr{}
 	}
 	for _, t := range p.Tmpls {
-		peer, ok := netip.AddrFromSlice(t.Dst)
-		if !ok || t.Optional != 0 {
+		peer := addrOf(t.Dst)
+		if !peer.IsValid() || t.Optional != 0 {
 			continue
 		}
 		waits, has := !manager, false
@@ -110,20 +106,8 @@ func unkeyed(p links.XfrmPolicy, states []links.XfrmState, manager bool) netip.A
 			waits, has = waits || to && s.Spi == 0, has || to && s.Spi != 0
 		}
 		if waits && !has {
-			return peer.Unmap()
+			return peer
 		}
 	}
 	return netip.Addr{}
-}
-
-func prefixOf(n *net.IPNet) netip.Prefix {
-	if n == nil {
-		return netip.Prefix{}
-	}
-	a, ok := netip.AddrFromSlice(n.IP)
-	ones, size := n.Mask.Size()
-	if !ok || size == 0 {
-		return netip.Prefix{}
-	}
-	return netip.PrefixFrom(a.Unmap(), ones)
 }

@@ -12,8 +12,7 @@ func TestMissing(t *testing.T) {
 	nstest.Enter(t)
 	d := openDevice(t)
 	d.name = "none0"
-	_, err := d.make("none-such")
-	wantAdvice(t, err, "module none-such", "run modprobe none")
+	wantAdvice(t, d.add("none-such", nil), "module none-such", "run modprobe none")
 	wantAdvice(t, d.canMake("none-too"), "module none-too", "run modprobe none")
 	nstest.DropNetAdmin(t)
 	if d, err := OpenDevice("none1"); err != nil {

@@ -52,22 +52,31 @@ func Fixed() (map[Neighbour]string, error) {
 	list, err := neighbours()
 	out := map[Neighbour]string{}
 	for _, n := range list {
-		if a, ok := netip.AddrFromSlice(n.IP); ok && n.State == links.NUD_PERMANENT && len(n.HardwareAddr) > 0 {
-			out[Neighbour{n.LinkIndex, a.Unmap()}] = n.HardwareAddr.String()
+		if a := addrOf(n.IP); a.IsValid() && n.State == links.NUD_PERMANENT && len(n.HardwareAddr) > 0 {
+			out[Neighbour{n.LinkIndex, a}] = n.HardwareAddr.String()
 		}
 	}
 	return out, err
 }
 
-func neighbours() (list []links.Neigh, err error) {
-	err = Retry(func() (err error) {
-		list, err = links.NeighList(0, links.FAMILY_ALL)
-		return err
-	})
+func neighbours() ([]links.Neigh, error) {
+	list, err := List(func() ([]links.Neigh, error) { return links.NeighList(0, links.FAMILY_ALL) })
 	if err != nil {
 		return nil, fmt.Errorf("listing the neighbours: %w", err)
 	}
 	return list, nil
+}
+
+// behind lists the neighbours in the network of an interface, and the forwarding table of another one, or of all if that is 0.
+func behind(kind string, link, table int) (list, forwarding []links.Neigh, err error) {
+	list, err = List(func() ([]links.Neigh, error) { return links.NeighList(link, links.FAMILY_ALL) })
+	if err == nil {
+		forwarding, err = List(func() ([]links.Neigh, error) { return links.NeighList(table, unix.AF_BRIDGE) })
+	}
+	if err != nil {
+		return nil, nil, fmt.Errorf("listing the neighbours of %s %d: %w", kind, link, err)
+	}
+	return list, forwarding, nil
 }
 
 // unresolved returns the neighbours that have not answered lately, and those for whose answer the kernel still waits.
@@ -78,10 +87,9 @@ func unresolved() (failed, open map[Neighbour]bool, err error) {
 	}
 	failed, open = map[Neighbour]bool{}, map[Neighbour]bool{}
 	for _, n := range list {
-		a, ok := netip.AddrFromSlice(n.IP)
-		at := Neighbour{n.LinkIndex, a.Unmap()}
+		at := Neighbour{n.LinkIndex, addrOf(n.IP)}
 		switch {
-		case !ok:
+		case !at.Addr.IsValid():
 		case n.State&links.NUD_FAILED != 0 && time.Duration(n.Updated)*tick < failedLately:
 			failed[at] = true
 		case n.State&links.NUD_INCOMPLETE != 0:
@@ -99,23 +107,17 @@ func Beyond(tunnel int, hop netip.Addr) (to netip.Addr, lost bool, err error) {
 			return to, false, nil
 		}
 	}
-	var list, forwarding []links.Neigh
-	err = Retry(func() (err error) {
-		if list, err = links.NeighList(tunnel, links.FAMILY_ALL); err == nil {
-			forwarding, err = links.NeighList(tunnel, unix.AF_BRIDGE)
-		}
-		return err
-	})
+	list, forwarding, err := behind("tunnel", tunnel, tunnel)
 	if err != nil {
-		return to, false, fmt.Errorf("listing the neighbours of tunnel %d: %w", tunnel, err)
+		return to, false, err
 	}
 	for _, n := range list {
-		if a, ok := netip.AddrFromSlice(n.IP); !ok || a.Unmap() != hop {
+		if addrOf(n.IP) != hop {
 			continue
 		}
 		for _, f := range forwarding {
-			if to, ok := netip.AddrFromSlice(f.IP); ok && f.HardwareAddr.String() == n.HardwareAddr.String() {
-				return to.Unmap(), false, nil
+			if to := addrOf(f.IP); to.IsValid() && f.HardwareAddr.String() == n.HardwareAddr.String() {
+				return to, false, nil
 			}
 		}
 		all := func(f links.Neigh) bool { return f.HardwareAddr.String() == "00:00:00:00:00:00" } // for whatever has no other
@@ -127,15 +129,9 @@ func Beyond(tunnel int, hop netip.Addr) (to netip.Addr, lost bool, err error) {
 // WithoutHairpin returns the addresses at a bridge of which the port does not send back what came by it, with the name of that port: a frame that is to go
 // back by the port that it came by is dropped. What is not known of is left out.
 func WithoutHairpin(bridge int) (map[netip.Addr]string, error) {
-	var neighbours, forwarding []links.Neigh
-	err := Retry(func() (err error) {
-		if neighbours, err = links.NeighList(bridge, links.FAMILY_ALL); err == nil {
-			forwarding, err = links.NeighList(0, unix.AF_BRIDGE)
-		}
-		return err
-	})
+	list, forwarding, err := behind("bridge", bridge, 0)
 	if err != nil {
-		return nil, fmt.Errorf("listing the neighbours of bridge %d: %w", bridge, err)
+		return nil, err
 	}
 	ports := map[string]int{} // by the address of what is behind them
 	for _, n := range forwarding {
@@ -144,10 +140,9 @@ func WithoutHairpin(bridge int) (map[netip.Addr]string, error) {
 		}
 	}
 	out, names := map[netip.Addr]string{}, map[int]string{}
-	for _, n := range neighbours {
-		a, ok := netip.AddrFromSlice(n.IP)
-		port := ports[n.HardwareAddr.String()]
-		if !ok || port == 0 {
+	for _, n := range list {
+		a, port := addrOf(n.IP), ports[n.HardwareAddr.String()]
+		if !a.IsValid() || port == 0 {
 			continue
 		}
 		if _, known := names[port]; !known {
@@ -161,7 +156,7 @@ func WithoutHairpin(bridge int) (map[netip.Addr]string, error) {
 			}
 		}
 		if name := names[port]; name != "" {
-			out[a.Unmap()] = name
+			out[a] = name
 		}
 	}
 	return out, nil

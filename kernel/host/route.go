@@ -5,15 +5,14 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
-	"path/filepath"
 	"slices"
-	"strconv"
-	"strings"
 
 	links "github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/netlink"
+	"nodeproxy/plan"
 )
 
 // Route is where the kernel sends packets for an address.
@@ -52,9 +51,7 @@ func RouteTo(to netip.Addr, w Way) (Route, error) {
 	var out Route
 	for _, r := range list {
 		out.Local = out.Local || r.Type == unix.RTN_LOCAL
-		if src, ok := netip.AddrFromSlice(r.Src); ok {
-			out.Source = cmp.Or(out.Source, src.Unmap())
-		}
+		out.Source = cmp.Or(out.Source, addrOf(r.Src))
 		out.Via = cmp.Or(nextHop(r), out.Via)
 		if r.LinkIndex > 0 {
 			out.Links = append(out.Links, r.LinkIndex)
@@ -88,11 +85,7 @@ type Link struct {
 
 // Links returns the network interfaces by their indexes.
 func Links() (map[int]Link, error) {
-	var list []links.Link
-	err := Retry(func() (err error) {
-		list, err = links.LinkList()
-		return err
-	})
+	list, err := List(links.LinkList)
 	if err != nil {
 		return nil, fmt.Errorf("listing the network interfaces: %w", err)
 	}
@@ -119,11 +112,8 @@ func Links() (map[int]Link, error) {
 // Default returns the index of the interface of the default route of IPv4 in the main table, and its next hop, if it has a single one; rules for routing may
 // have packets go elsewhere.
 func Default() (index int, via netip.Addr, known bool) {
-	var list []links.Route
-	err := Retry(func() (err error) {
-		list, err = links.RouteListFiltered(unix.AF_INET, &links.Route{Table: unix.RT_TABLE_MAIN}, links.RT_FILTER_TABLE|links.RT_FILTER_DST)
-		return err
-	})
+	main := &links.Route{Table: unix.RT_TABLE_MAIN}
+	list, err := routes(new(links.Handle), unix.AF_INET, main, links.RT_FILTER_TABLE|links.RT_FILTER_DST)
 	if err != nil || len(list) == 0 {
 		return 0, netip.Addr{}, false
 	}
@@ -135,22 +125,15 @@ func Default() (index int, via netip.Addr, known bool) {
 // Attached returns the networks within a range, single addresses among them, to which routes of the main table lead without a next hop, each with
 // the index of its interface.
 func Attached(within netip.Prefix) (map[netip.Prefix]int, error) {
-	var list []links.Route
-	err := Retry(func() (err error) {
-		list, err = links.RouteListFiltered(familyOf(within.Addr()), &links.Route{Table: unix.RT_TABLE_MAIN}, links.RT_FILTER_TABLE)
-		return err
-	})
+	main := &links.Route{Table: unix.RT_TABLE_MAIN}
+	list, err := routes(new(links.Handle), familyOf(within.Addr()), main, links.RT_FILTER_TABLE)
 	if err != nil {
 		return nil, fmt.Errorf("listing the routes: %w", err)
 	}
 	out := map[netip.Prefix]int{}
 	for _, r := range list {
-		if r.Dst == nil || r.LinkIndex == 0 || nextHop(r).IsValid() {
-			continue
-		}
-		addr, _ := netip.AddrFromSlice(r.Dst.IP)
-		ones, _ := r.Dst.Mask.Size()
-		if p := netip.PrefixFrom(addr.Unmap(), ones); within.Contains(p.Addr()) && p.Bits() >= within.Bits() {
+		p := prefixOf(r.Dst)
+		if r.LinkIndex > 0 && !nextHop(r).IsValid() && within.Contains(p.Addr()) && p.Bits() >= within.Bits() {
 			out[p] = r.LinkIndex
 		}
 	}
@@ -159,40 +142,24 @@ func Attached(within netip.Prefix) (map[netip.Prefix]int, error) {
 
 // Proxied reports whether this node answers for an address as a neighbour, by an entry that somebody has made (ip neigh show proxy).
 func Proxied(a netip.Addr) bool {
-	list, _ := links.NeighProxyList(0, familyOf(a)) // Without them, none is known.
-	return slices.ContainsFunc(list, func(n links.Neigh) bool {
-		is, ok := netip.AddrFromSlice(n.IP)
-		return ok && is.Unmap() == a
-	})
+	list, _ := links.NeighProxyList(0, int(familyOf(a))) // Without them, none is known.
+	return slices.ContainsFunc(list, func(n links.Neigh) bool { return addrOf(n.IP) == a })
 }
 
 // familyOf is the family of an address, as netlink has it.
-func familyOf(a netip.Addr) int {
-	if a.Is6() {
-		return unix.AF_INET6
-	}
-	return unix.AF_INET
-}
+func familyOf(a netip.Addr) uint8 { return netlink.Family(plan.FamilyOf(a)) }
 
 // nextHop is the next hop of a route; invalid if it has none, or several.
 func nextHop(r links.Route) netip.Addr {
-	if via, ok := netip.AddrFromSlice(r.Gw); ok {
-		return via.Unmap()
-	}
 	if v, is := r.Via.(*links.Via); is { // one of the other family
-		via, _ := netip.AddrFromSlice(v.Addr)
-		return via
+		return addrOf(v.Addr)
 	}
-	return netip.Addr{}
+	return addrOf(r.Gw)
 }
 
 // RuledByMark reports whether rules for routing of IPv4, but for this program's, choose packets by a mark that they have.
 func RuledByMark() (bool, error) {
-	var list []links.Rule
-	err := Retry(func() (err error) {
-		list, err = links.RuleList(unix.AF_INET)
-		return err
-	})
+	list, err := List(func() ([]links.Rule, error) { return links.RuleList(unix.AF_INET) })
 	if err != nil {
 		return false, fmt.Errorf("listing the rules for routing: %w", err)
 	}
@@ -206,48 +173,4 @@ func NamespaceID(f *os.File) int {
 		return -1
 	}
 	return id
-}
-
-// AnswersFor reports whether the kernel answers at an interface when it is asked for other hosts' addresses (proxy_arp). sysctls is /proc/sys.
-func AnswersFor(sysctls, name string) bool {
-	for _, of := range []string{"all", name} {
-		text, err := os.ReadFile(filepath.Join(sysctls, "net/ipv4/conf", of, "proxy_arp"))
-		if err != nil || strings.TrimSpace(string(text)) != "0" { // Where it is not known, it may.
-			return true
-		}
-	}
-	return false
-}
-
-// StrictReversePath reports whether the kernel drops packets of IPv4 that come by an interface other than that of the route to their source. sysctls
-// is /proc/sys.
-func StrictReversePath(sysctls, name string) bool {
-	strictest := 0
-	for _, of := range []string{"all", name} {
-		text, err := os.ReadFile(filepath.Join(sysctls, "net/ipv4/conf", of, "rp_filter"))
-		if n, bad := strconv.Atoi(strings.TrimSpace(string(text))); err == nil && bad == nil {
-			strictest = max(strictest, n) // 2 is loose, and wins.
-		}
-	}
-	return strictest == 1
-}
-
-// ReversePathDrops returns how many packets the kernel has dropped for that since it started, in the network namespace of the calling thread; false
-// if that is not known.
-func ReversePathDrops() (uint64, bool) {
-	text, err := os.ReadFile("/proc/thread-self/net/netstat")
-	if err != nil {
-		return 0, false
-	}
-	lines := strings.Split(string(text), "\n")
-	for i := 0; i+1 < len(lines); i += 2 { // Names, and below them values.
-		names, values := strings.Fields(lines[i]), strings.Fields(lines[i+1])
-		for j, name := range names {
-			if name == "IPReversePathFilter" && j < len(values) {
-				n, err := strconv.ParseUint(values[j], 10, 64)
-				return n, err == nil
-			}
-		}
-	}
-	return 0, false
 }

@@ -73,15 +73,7 @@ func (w *deviceWatch) message(h netlink.Header, body []byte) {
 	case unix.RTM_NEWLINK, unix.RTM_DELLINK:
 		w.link(h, body)
 	case unix.RTM_NEWADDR, unix.RTM_DELADDR:
-		if len(body) < unix.SizeofIfAddrmsg || binary.NativeEndian.Uint32(body[4:]) != w.index {
-			return
-		}
-		attrs := netlink.ByType(body[unix.SizeofIfAddrmsg:])
-		a, ok := netip.AddrFromSlice(attrs[unix.IFA_LOCAL])
-		if !ok { // IPv6 has only this one.
-			a, ok = netip.AddrFromSlice(attrs[unix.IFA_ADDRESS])
-		}
-		if ok && !linkLocal6(a) {
+		if index, a := addressOf(body); a.IsValid() && index == w.index && !linkLocal6(a) {
 			w.changed(DeviceChange{Address: a, Gone: h.Type == unix.RTM_DELADDR})
 		}
 	case unix.RTM_DELROUTE:
@@ -89,6 +81,19 @@ func (w *deviceWatch) message(h netlink.Header, body []byte) {
 	case unix.RTM_DELRULE:
 		w.rule(body)
 	}
+}
+
+// addressOf reads a notification of an address, and the index of its interface; the address is invalid if it can't.
+func addressOf(body []byte) (index uint32, a netip.Addr) {
+	if len(body) < unix.SizeofIfAddrmsg {
+		return 0, a
+	}
+	attrs := netlink.ByType(body[unix.SizeofIfAddrmsg:])
+	a, ok := netip.AddrFromSlice(attrs[unix.IFA_LOCAL])
+	if !ok { // IPv6 has only this one.
+		a, _ = netip.AddrFromSlice(attrs[unix.IFA_ADDRESS])
+	}
+	return binary.NativeEndian.Uint32(body[4:]), a
 }
 
 // link follows the interface's index, which changes each time that it is made.

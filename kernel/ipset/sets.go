@@ -134,32 +134,41 @@ func (s *Sets) Ensure(want Set) (created bool, err error) {
 	case actual.is(want):
 		return false, nil
 	}
-	next, err := s.replacement(want)
-	if err != nil {
-		return false, err
-	}
-	err = s.swap(want.Name, next.Name)
+	err = s.replace(want, nil)
 	if isSetError(err, ipsetTypeMismatch) {
 		// What no rule uses can go first.
-		if err = errors.Join(s.destroy(next.Name), s.destroy(want.Name)); err != nil {
+		if err = s.destroy(want.Name); err != nil {
 			return false, fmt.Errorf("ipset %s is of type %s and not %s, and cannot be replaced: remove the rules that use it: %w",
 				want.Name, actual.kind, want.Type, err)
 		}
 		return true, s.create(want)
 	}
-	if err := errors.Join(err, s.destroy(next.Name)); err != nil {
+	if err != nil {
 		return false, fmt.Errorf("replacing ipset %s, which has other properties: %w", want.Name, err)
 	}
 	return true, nil
 }
 
-// replacement makes an empty set to be swapped with another. A leftover of an earlier attempt is removed first.
-func (s *Sets) replacement(set Set) (Set, error) {
-	set.Name = set.Name[:min(len(set.Name), 27)] + "-new"
-	if err := s.destroy(set.Name); err != nil {
-		return set, err
+// replace puts a new set with some entries in the place of one, unnoticed by rules. A leftover of an earlier attempt is removed first.
+func (s *Sets) replace(set Set, entries []Entry) error {
+	next := set
+	next.Name = set.Name[:min(len(set.Name), 27)] + "-new"
+	if err := s.destroy(next.Name); err != nil {
+		return err
 	}
-	return set, s.create(set)
+	if err := s.create(next); err != nil {
+		return err
+	}
+	var err error
+	for some := range slices.Chunk(entries, entriesAtOnce) {
+		if err = s.send(ipsetAdd, next, some); err != nil {
+			break
+		}
+	}
+	if err == nil {
+		err = whileRead(func() error { return s.swap(set.Name, next.Name) })
+	}
+	return errors.Join(err, whileRead(func() error { return s.destroy(next.Name) }))
 }
 
 func (s *Sets) do(m netlink.Message) error { return explain(errors.Join(s.conn.Do(m)...)) }
@@ -339,19 +348,7 @@ func (s *Sets) grow(set Set) error {
 	}
 	larger := set
 	larger.MaxElem = min(4*actual.maxElem, most)
-	next, err := s.replacement(larger)
-	if err != nil {
-		return fail(err)
-	}
-	for some := range slices.Chunk(slices.Collect(maps.Keys(entries)), entriesAtOnce) {
-		if err := s.send(ipsetAdd, next, some); err != nil {
-			return fail(errors.Join(err, s.destroy(next.Name)))
-		}
-	}
-	if err := whileRead(func() error { return s.swap(set.Name, next.Name) }); err != nil {
-		return fail(errors.Join(err, s.destroy(next.Name)))
-	}
-	if err := whileRead(func() error { return s.destroy(next.Name) }); err != nil {
+	if err := s.replace(larger, slices.Collect(maps.Keys(entries))); err != nil {
 		return fail(err)
 	}
 	return nil

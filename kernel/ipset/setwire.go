@@ -1,6 +1,7 @@
 package ipset
 
 import (
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -87,25 +88,18 @@ type setError struct {
 	entry  int // which entry of a message failed, from 1 on; or 0
 }
 
+var setErrors = map[int32]string{
+	4097:              "the kernel does not understand this; an address may be of another family than the set (IPSET_ERR_PROTOCOL)",
+	ipsetNoSuchType:   "the kernel lacks this type of set, or this revision of it (IPSET_ERR_FIND_TYPE)",
+	4099:              "there are as many sets as can be (IPSET_ERR_MAX_SETS)",
+	ipsetBusy:         "it is in use (IPSET_ERR_BUSY)",
+	ipsetTypeMismatch: "the types do not agree (IPSET_ERR_TYPE_MISMATCH)",
+	4104:              "a range of this length is not taken (IPSET_ERR_INVALID_CIDR)",
+	ipsetFull:         "the set is full (IPSET_ERR_HASH_FULL)",
+}
+
 func (e setError) Error() string {
-	switch e.number {
-	case 4097:
-		return "the kernel does not understand this; an address may be of another family than the set (IPSET_ERR_PROTOCOL)"
-	case ipsetNoSuchType:
-		return "the kernel lacks this type of set, or this revision of it (IPSET_ERR_FIND_TYPE)"
-	case 4099:
-		return "there are as many sets as can be (IPSET_ERR_MAX_SETS)"
-	case ipsetBusy:
-		return "it is in use (IPSET_ERR_BUSY)"
-	case ipsetTypeMismatch:
-		return "the types do not agree (IPSET_ERR_TYPE_MISMATCH)"
-	case 4104:
-		return "a range of this length is not taken (IPSET_ERR_INVALID_CIDR)"
-	case ipsetFull:
-		return "the set is full (IPSET_ERR_HASH_FULL)"
-	default:
-		return fmt.Sprintf("ipset error %d", e.number)
-	}
+	return cmp.Or(setErrors[e.number], fmt.Sprintf("ipset error %d", e.number))
 }
 
 // explain makes a setError of an error of ipset's own, and returns any other as it is.
@@ -118,15 +112,8 @@ func explain(err error) error {
 
 // failedEntry finds in the echo of a request, with which an error comes, the number that the kernel wrote there.
 func failedEntry(request []byte) int {
-	if len(request) < unix.SizeofNlMsghdr+nfHeader {
-		return 0
-	}
-	for kind, value := range netlink.Attributes(request[unix.SizeofNlMsghdr+nfHeader:]) {
-		if kind == setAttrLine {
-			return int(netlink.Number(value))
-		}
-	}
-	return 0
+	attributes := request[min(unix.SizeofNlMsghdr+nfHeader, len(request)):]
+	return int(netlink.Number(netlink.Attribute(attributes, setAttrLine)))
 }
 
 const nfHeader = 4

@@ -33,31 +33,28 @@ type Op struct {
 }
 
 func (o Op) String() string {
+	doing := opCommands[o.Kind].doing
 	switch o.Kind {
-	case AddServer:
-		return fmt.Sprintf("adding virtual server %s, scheduler %s", o.Server.ID, o.Server.Scheduler)
-	case UpdateServer:
-		return fmt.Sprintf("changing virtual server %s, scheduler %s", o.Server.ID, o.Server.Scheduler)
+	case AddServer, UpdateServer:
+		return fmt.Sprintf("%s virtual server %s, scheduler %s", doing, o.Server.ID, o.Server.Scheduler)
 	case DeleteServer:
-		return fmt.Sprintf("deleting virtual server %s", o.Server.ID)
-	case AddRealServer:
-		return fmt.Sprintf("adding real server %s of virtual server %s", o.RealServer.Addr, o.Server.ID)
-	case UpdateRealServer:
-		return fmt.Sprintf("changing real server %s of virtual server %s", o.RealServer.Addr, o.Server.ID)
-	default:
-		return fmt.Sprintf("deleting real server %s of virtual server %s", o.RealServer.Addr, o.Server.ID)
+		return fmt.Sprintf("%s virtual server %s", doing, o.Server.ID)
 	}
+	return fmt.Sprintf("%s real server %s of virtual server %s", doing, o.RealServer.Addr, o.Server.ID)
 }
 
 // opCommands are the kernel's commands for each kind of Op: the expected one, and the one to use if the object did not exist, or
 // existed already.
-var opCommands = [...]struct{ command, otherwise uint8 }{
-	AddServer:        {commandNewService, commandSetService},
-	UpdateServer:     {commandSetService, commandNewService},
-	DeleteServer:     {commandDelService, 0},
-	AddRealServer:    {commandNewDest, commandSetDest},
-	UpdateRealServer: {commandSetDest, commandNewDest},
-	DeleteRealServer: {commandDelDest, 0},
+var opCommands = [...]struct {
+	doing              string
+	command, otherwise uint8
+}{
+	AddServer:        {"adding", commandNewService, commandSetService},
+	UpdateServer:     {"changing", commandSetService, commandNewService},
+	DeleteServer:     {"deleting", commandDelService, 0},
+	AddRealServer:    {"adding", commandNewDest, commandSetDest},
+	UpdateRealServer: {"changing", commandSetDest, commandNewDest},
+	DeleteRealServer: {"deleting", commandDelDest, 0},
 }
 
 // Apply carries out ops in order, some two hundred per round trip. It returns nil, or an error (or nil) for each op. A failed op
@@ -91,15 +88,13 @@ func (s *Servers) Apply(ops []Op) []error {
 	for j, err := range s.conn.Do(again...) {
 		errs[indexes[j]] = err
 	}
-	failed := false
+	if !slices.ContainsFunc(errs, func(err error) bool { return err != nil }) {
+		return nil
+	}
 	for i, o := range ops {
 		if errs[i] != nil {
-			failed = true
 			errs[i] = o.failed(errs[i])
 		}
-	}
-	if !failed {
-		return nil
 	}
 	return errs
 }

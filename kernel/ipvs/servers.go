@@ -19,11 +19,10 @@ import (
 // Servers are the virtual servers of a network namespace. moby/ipvs is not used: it sends one change at a time, cuts weights to 16
 // bits, reads neither counters of 64 bits nor persistent connections, and logs through the logger that all users of logrus share.
 type Servers struct {
-	mu         sync.Mutex
-	conn       *netlink.Conn
-	dumps      lists
-	family     uint16 // what generic netlink calls IPVS
-	schedulers map[string]bool
+	mu     sync.Mutex
+	conn   *netlink.Conn
+	dumps  lists
+	family uint16 // what generic netlink calls IPVS
 }
 
 // OpenServers loads the kernel module ip_vs if necessary and possible. The error names what is missing.
@@ -51,7 +50,7 @@ func open(family uint16) (*Servers, error) {
 	if err != nil {
 		return nil, fmt.Errorf("IPVS: %w", err)
 	}
-	return &Servers{conn: dumps[0], dumps: dumps, family: family, schedulers: map[string]bool{}}, nil
+	return &Servers{conn: dumps[0], dumps: dumps, family: family}, nil
 }
 
 // genericFamily is the number by which generic netlink knows an interface, which a module brings.
@@ -127,11 +126,11 @@ func (s *Servers) Get(id ServerID) (*ActualServer, error) {
 // it may be called after Close, and does not wait for other calls.
 func (s *Servers) Stats() (map[ServerID]Traffic, error) {
 	dumps, err := dialLists()
-	if err != nil {
-		return nil, fmt.Errorf("reading the counters of virtual servers: %w", err)
+	var all map[ServerID]service
+	if err == nil {
+		defer dumps.Close()
+		all, err = dumps.services(s.family)
 	}
-	defer dumps.Close()
-	all, err := dumps.services(s.family)
 	if err != nil {
 		return nil, fmt.Errorf("reading the counters of virtual servers: %w", err)
 	}
@@ -241,12 +240,9 @@ func (s *Servers) SetTimeouts(tcp, tcpFin, udp time.Duration) error {
 func (s *Servers) HasScheduler(name string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if !s.schedulers[name] {
-		s.schedulers[name] = s.tryScheduler(name) ||
-			// The kernel asks for the module too, but may not know where modprobe is.
-			module.Load("ip_vs_"+name) == nil && s.tryScheduler(name)
-	}
-	return s.schedulers[name]
+	return s.tryScheduler(name) ||
+		// The kernel asks for the module too, but may not know where modprobe is.
+		module.Load("ip_vs_"+name) == nil && s.tryScheduler(name)
 }
 
 // tryScheduler asks for a virtual server that the kernel rejects as invalid, but only after it has looked for the scheduler: one of

@@ -21,13 +21,18 @@ import (
 	"nodeproxy/plan"
 )
 
+func must(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
 func openServers(t testing.TB) *Servers {
 	t.Helper()
 	nstest.Enter(t)
 	s, err := OpenServers()
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
 	t.Cleanup(func() { _ = s.Close() })
 	return s
 }
@@ -76,35 +81,25 @@ func TestServersReadBack(t *testing.T) {
 	for i, id := range ids {
 		want := shapes[0]
 		want.ID = id
-		if err := s.Add(want); err != nil {
-			t.Fatal(err)
-		}
+		must(t, s.Add(want))
 		for _, d := range realServers(id) {
-			if err := s.AddRealServer(id, d); err != nil {
-				t.Fatal(err)
-			}
+			must(t, s.AddRealServer(id, d))
 		}
 		check(t, s, want, realServers(id)...)
 		for _, shape := range append(shapes[1:], shapes[i%len(shapes)]) {
 			shape.ID = id
-			if err := s.Update(shape); err != nil {
-				t.Fatal(err)
-			}
+			must(t, s.Update(shape))
 			check(t, s, shape, realServers(id)...)
 		}
 	}
 	for _, f := range plan.Families {
 		list, err := s.List(f)
-		if err != nil {
-			t.Fatal(err)
-		}
+		must(t, err)
 		for id := range list {
 			if id.Family != f {
 				t.Errorf("%s is in the list of %s", id, f)
 			}
-			if err := s.Delete(id); err != nil {
-				t.Error(err)
-			}
+			must(t, s.Delete(id))
 		}
 		if list, err := s.List(f); err != nil || len(list) != 0 {
 			t.Errorf("after deleting all: %v, %v", list, err)
@@ -210,9 +205,7 @@ func TestApply(t *testing.T) {
 func TestForeignServers(t *testing.T) {
 	s := openServers(t)
 	handle, err := moby.New("")
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
 	defer handle.Close()
 	service := func(port uint16) *moby.Service {
 		return &moby.Service{
@@ -235,9 +228,7 @@ func TestForeignServers(t *testing.T) {
 		{service(1), local, false}, {onePacket, local, true}, {wide, local, true},
 		{service(4), &tunnel, true}, {service(5), &threshold, true},
 	} {
-		if err := errors.Join(handle.NewService(c.service), handle.NewDestination(c.service, c.destination)); err != nil {
-			t.Fatal(err)
-		}
+		must(t, errors.Join(handle.NewService(c.service), handle.NewDestination(c.service, c.destination)))
 		got, err := s.Get(id(plan.UDP, fmt.Sprintf("10.96.0.1:%d", c.service.Port)))
 		if err != nil || got.Foreign != c.want {
 			t.Errorf("port %d: %+v, %v; want foreign: %v", c.service.Port, got, err, c.want)
@@ -297,28 +288,18 @@ func TestSchedulerProbe(t *testing.T) {
 		}
 	}
 	close(stop)
-	if err := <-watched; err != nil {
-		t.Error(err)
-	}
+	must(t, <-watched)
 }
 
 func TestTimeouts(t *testing.T) {
 	s := openServers(t)
 	handle, err := moby.New("")
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
 	defer handle.Close()
 	before, err := handle.GetConfig()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := s.SetTimeouts(0, 0, 0); err != nil {
-		t.Error(err)
-	}
-	if err := s.SetTimeouts(0, 17*time.Second, 1500*time.Millisecond); err != nil {
-		t.Error(err)
-	}
+	must(t, err)
+	must(t, s.SetTimeouts(0, 0, 0))
+	must(t, s.SetTimeouts(0, 17*time.Second, 1500*time.Millisecond))
 	want := moby.Config{TimeoutTCP: before.TimeoutTCP, TimeoutTCPFin: 17 * time.Second, TimeoutUDP: 2 * time.Second}
 	if got, err := handle.GetConfig(); err != nil || *got != want {
 		t.Errorf("timeouts are %v, %v; want %v", got, err, want)
@@ -403,9 +384,7 @@ func TestListWhileOthersChange(t *testing.T) {
 		}
 	}
 	close(stop)
-	if err := <-done; err != nil {
-		t.Fatal(err)
-	}
+	must(t, <-done)
 }
 
 // bulk is what programs n virtual servers with two real servers each.

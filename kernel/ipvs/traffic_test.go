@@ -20,9 +20,7 @@ func TestTraffic(t *testing.T) {
 	nstest.Exec(t, "ip", "addr", "add", "10.96.0.1/32", "dev", "lo")
 	nstest.Exec(t, "ip", "addr", "add", "192.0.2.7/32", "dev", "lo")
 	listener, err := net.Listen("tcp", "192.0.2.7:8080")
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
 	defer listener.Close()
 	go func() { // It uses a socket that exists, so that it may run on a thread of another namespace.
 		for {
@@ -37,13 +35,9 @@ func TestTraffic(t *testing.T) {
 	v := Server{ID: id(plan.TCP, "10.96.0.1:80"), Scheduler: "rr", Persistence: time.Hour}
 	to := RealServer{at("192.0.2.7:8080"), 1}
 	idle := Server{ID: ServerID{Family: plan.IPv4, Mark: 7}, Scheduler: "rr"}
-	if err := errors.Join(s.Add(v), s.AddRealServer(v.ID, to), s.Add(idle)); err != nil {
-		t.Fatal(err)
-	}
+	must(t, errors.Join(s.Add(v), s.AddRealServer(v.ID, to), s.Add(idle)))
 	conn, err := net.DialTimeout("tcp", "10.96.0.1:80", 20*time.Second)
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
 	defer conn.Close()
 	line := "a line of thirty-two characters\n"
 	if _, err := conn.Write([]byte(line)); err != nil {
@@ -59,9 +53,7 @@ func TestTraffic(t *testing.T) {
 		t.Errorf("with a connection: %+v, %v; want %+v", got, err, want)
 	}
 	to.Weight = 0
-	if err := s.UpdateRealServer(v.ID, to); err != nil {
-		t.Fatal(err)
-	}
+	must(t, s.UpdateRealServer(v.ID, to))
 	want.Weight = 0
 	if got, err = s.Get(v.ID); err != nil || got.RealServers[to.Addr] != want {
 		t.Errorf("with weight 0: %+v, %v; want %+v", got, err, want)

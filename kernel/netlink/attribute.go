@@ -37,13 +37,9 @@ func (b Buffer) Bytes(kind uint16, value ...byte) Buffer {
 
 // Uint16 appends an attribute with a number in the byte order of the machine.
 func (b Buffer) Uint16(kind, value uint16) Buffer {
-	return b.Bytes(kind, byteOf(value, 0), byteOf(value, 1))
-}
-
-func byteOf(value uint16, i int) byte {
-	var b [2]byte
-	binary.NativeEndian.PutUint16(b[:], value)
-	return b[i]
+	var v [2]byte
+	binary.NativeEndian.PutUint16(v[:], value)
+	return b.Bytes(kind, v[:]...)
 }
 
 // Uint32 appends an attribute with a number in the byte order of the machine.
@@ -65,20 +61,13 @@ func (b Buffer) BigEndian32(kind uint16, value uint32) Buffer {
 
 // Text appends a string with the final NUL that most of the kernel wants.
 func (b Buffer) Text(kind uint16, value string) Buffer {
-	b = binary.NativeEndian.AppendUint16(b, uint16(attributeHeader+len(value)+1))
-	b = binary.NativeEndian.AppendUint16(b, kind)
-	b = append(append(b, value...), 0)
-	return append(b, padding[:align(len(value)+1)-len(value)-1]...)
+	return b.Bytes(kind, append([]byte(value), 0)...)
 }
 
 // Addr appends an attribute with the bytes of an address.
 func (b Buffer) Addr(kind uint16, a netip.Addr) Buffer {
-	if a.Is4() {
-		v := a.As4()
-		return b.Bytes(kind, v[:]...)
-	}
 	v := a.As16()
-	return b.Bytes(kind, v[:]...)
+	return b.Bytes(kind, v[16-a.BitLen()/8:]...)
 }
 
 // Nest appends an attribute that consists of the attributes that content appends.

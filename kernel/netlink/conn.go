@@ -96,21 +96,30 @@ func (c *Conn) Transact(requests []Message) (errs map[int]error, err error) {
 
 // batch sends requests at once, and reports those that failed. asks is the index of the one that asks for an answer.
 func (c *Conn) batch(requests []Message, asks int, fail func(int, error)) error {
-	first, last := c.seq+1, len(requests)-1
 	if err := c.send(asks, requests...); err != nil {
 		return err
 	}
+	return c.answers(len(requests), func(i int, h Header, body []byte) bool {
+		if h.Type != unix.NLMSG_ERROR {
+			return false
+		}
+		err := Outcome(body)
+		if err != nil {
+			fail(i, located(h, body, err))
+		}
+		return i == asks || asks != len(requests)-1 && i == 0 && err != nil
+	})
+}
+
+// answers calls each with the answers to the last n requests, by their indexes, until it returns true, and with what came together with the
+// answer for which it did.
+func (c *Conn) answers(n int, each func(i int, h Header, body []byte) (done bool)) error {
+	first := c.seq - uint32(n) + 1
 	for done := false; !done; {
 		err := c.receive(func(h Header, body []byte) {
-			i := h.Seq - first // Answers to abandoned requests have numbers below 0, and so above any index.
-			if i > uint32(last) || h.Type != unix.NLMSG_ERROR {
-				return
+			if i := h.Seq - first; i < uint32(n) { // Answers to abandoned requests have numbers below 0, and so above any index.
+				done = each(int(i), h, body) || done
 			}
-			err := Outcome(body)
-			if err != nil {
-				fail(int(i), located(h, body, err))
-			}
-			done = done || int(i) == asks || asks != last && i == 0 && err != nil
 		})
 		if err != nil {
 			return err
@@ -122,23 +131,10 @@ func (c *Conn) batch(requests []Message, asks int, fail func(int, error)) error 
 // Ask sends a request that is answered with one message, and returns the body of that message, which is valid until the next
 // request.
 func (c *Conn) Ask(m Message) (answer []byte, err error) {
-	if err := c.send(-1, m); err != nil {
-		return nil, err
-	}
-	for done := false; !done; {
-		receive := c.receive(func(h Header, body []byte) {
-			switch {
-			case h.Seq != c.seq || done:
-			case h.Type == unix.NLMSG_ERROR:
-				done, err = true, Outcome(body)
-			default:
-				done, answer = true, body
-			}
-		})
-		if receive != nil {
-			return nil, receive
-		}
-	}
+	err = c.AskFor(m, 1, func(body []byte) error {
+		answer = body
+		return nil
+	})
 	return answer, err
 }
 
@@ -151,30 +147,26 @@ const AskedAtOnce = 64
 func (c *Conn) AskAll(requests []Message, each func(i int, answer []byte, err error) error) error {
 	for start := 0; start < len(requests); start += AskedAtOnce {
 		some := requests[start:min(start+AskedAtOnce, len(requests))]
-		first := c.seq + 1
 		if err := c.send(-1, some...); err != nil {
 			return err
 		}
+		next := 0
 		var failed error
-		for next := 0; next < len(some); {
-			err := c.receive(func(h Header, body []byte) {
-				if h.Seq-first != uint32(next) { // Of an abandoned request, or a second answer.
-					return
-				}
-				var err error
-				if h.Type == unix.NLMSG_ERROR {
-					body, err = nil, Outcome(body)
-				}
-				if next++; failed == nil {
-					failed = each(start+next-1, body, err)
-				}
-			})
-			if err != nil {
-				return err
+		err := c.answers(len(some), func(i int, h Header, body []byte) bool {
+			if i != next { // a second answer
+				return false
 			}
-		}
-		if failed != nil {
-			return failed
+			var err error
+			if h.Type == unix.NLMSG_ERROR {
+				body, err = nil, Outcome(body)
+			}
+			if next++; failed == nil {
+				failed = each(start+i, body, err)
+			}
+			return next == len(some)
+		})
+		if err := cmp.Or(err, failed); err != nil {
+			return err
 		}
 	}
 	return nil
@@ -187,23 +179,19 @@ func (c *Conn) AskFor(m Message, n int, each func(answer []byte) error) error {
 		return err
 	}
 	var failed error
-	for done := false; n > 0 && !done; {
-		err := c.receive(func(h Header, body []byte) {
-			switch {
-			case h.Seq != c.seq || done || n == 0: // Of an abandoned request, for one.
-			case h.Type == unix.NLMSG_ERROR:
-				done, failed = true, cmp.Or(failed, Outcome(body))
-			default:
-				if n--; failed == nil {
-					failed = each(body)
-				}
+	err := c.answers(1, func(_ int, h Header, body []byte) bool {
+		switch {
+		case n == 0:
+		case h.Type == unix.NLMSG_ERROR:
+			n, failed = 0, cmp.Or(failed, Outcome(body))
+		default:
+			if n--; failed == nil {
+				failed = each(body)
 			}
-		})
-		if err != nil {
-			return err
 		}
-	}
-	return failed
+		return n == 0
+	})
+	return cmp.Or(err, failed)
 }
 
 // Dump sends a request that is answered with any number of messages, and calls each with their bodies, which are valid only during
@@ -215,27 +203,21 @@ func (c *Conn) Dump(m Message, each func(body []byte) error) error {
 		return err
 	}
 	c.dumping = true
-	var failed error
-	interrupted := false
-	for c.dumping && failed == nil {
-		err := c.receive(func(h Header, body []byte) {
-			switch {
-			case h.Seq != c.seq || failed != nil:
-			case h.Type == unix.NLMSG_ERROR || h.Type == unix.NLMSG_DONE:
-				failed = Outcome(body)
-			default:
-				failed = each(body)
-			}
-			interrupted = interrupted || h.Seq == c.seq && h.Flags&unix.NLM_F_DUMP_INTR != 0
-		})
-		if err != nil {
-			return err
+	var failed, interrupted error
+	err := c.answers(1, func(_ int, h Header, body []byte) bool {
+		switch {
+		case failed != nil:
+		case h.Type == unix.NLMSG_ERROR || h.Type == unix.NLMSG_DONE:
+			failed = Outcome(body)
+		default:
+			failed = each(body)
 		}
-	}
-	if failed == nil && interrupted {
-		return ErrInterrupted
-	}
-	return failed
+		if h.Flags&unix.NLM_F_DUMP_INTR != 0 {
+			interrupted = ErrInterrupted
+		}
+		return failed != nil || !c.dumping
+	})
+	return cmp.Or(err, failed, interrupted)
 }
 
 // ErrInterrupted is the error of a dump of objects that changed meanwhile.

@@ -56,7 +56,7 @@ func OpenLarge(protocol, bytes int) (Socket, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := setSendBuffer(s.fd, bytes); err != nil {
+	if err := setBuffer(s.fd, unix.SO_SNDBUFFORCE, unix.SO_SNDBUF, bytes); err != nil {
 		_ = s.Close()
 		return nil, fmt.Errorf("netlink socket: %w", err)
 	}
@@ -68,18 +68,14 @@ func OpenLarge(protocol, bytes int) (Socket, error) {
 
 // setReceiveBuffer makes room for this number of bytes or, without the right to do so, as much as net.core.rmem_max allows.
 func setReceiveBuffer(fd, size int) error {
-	if unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, size) == nil {
-		return nil
-	}
-	return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, size)
+	return setBuffer(fd, unix.SO_RCVBUFFORCE, unix.SO_RCVBUF, size)
 }
 
-// setSendBuffer is as setReceiveBuffer, for what is sent at once.
-func setSendBuffer(fd, size int) error {
-	if unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, size) == nil {
+func setBuffer(fd, force, usual, size int) error {
+	if unix.SetsockoptInt(fd, unix.SOL_SOCKET, force, size) == nil {
 		return nil
 	}
-	return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, size)
+	return unix.SetsockoptInt(fd, unix.SOL_SOCKET, usual, size)
 }
 
 func (s *socket) Send(b []byte) error {
