@@ -3,7 +3,6 @@ package iptables
 import (
 	"context"
 	"errors"
-	"io"
 	"net"
 	"net/netip"
 	"os/exec"
@@ -150,8 +149,11 @@ func TestConnectionsOfWrittenChains(t *testing.T) {
 	hash := serviceChain("", trafficKey)
 	text := ""
 	var failure error
-	list := func(_ context.Context, read func(io.Reader) error) error {
-		return errors.Join(read(strings.NewReader(text)), failure)
+	list := func(_ context.Context, each func(string)) error {
+		for line := range strings.Lines(text) {
+			each(strings.TrimSuffix(line, "\n"))
+		}
+		return failure
 	}
 	r := newTrafficReader([]counterTable{{plan.IPv4, list}})
 	p := trafficPlan("192.0.2.7:8080")
