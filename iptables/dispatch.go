@@ -144,10 +144,11 @@ func (d *dispatch) top() []subtree {
 	return []subtree{subtreeOf(d.root, d.place.levels())}
 }
 
-// chains calls emit for the dispatcher's chain and all below it, those below first.
-func (d *dispatch) chains(emit func(xtables.Chain)) {
-	d.walk(func(n subtree) { emit(d.chain(n)) })
-	emit(d.rootChain())
+// chains are the dispatcher's chain and all below it, those below first.
+func (d *dispatch) chains() []xtables.Chain {
+	var out []xtables.Chain
+	d.walk(func(n subtree) { out = append(out, d.chain(n)) })
+	return append(out, d.rootChain())
 }
 
 // walk calls visit for all subtrees, those below first.

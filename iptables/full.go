@@ -165,12 +165,12 @@ func (f *fullSync) foundation(p *plan.Plan, services []*plan.ServicePort) error 
 		for _, sp := range services {
 			chains = append(chains, first.enter(sp)...)
 		}
-		first.fixed(func(c xtables.Chain) {
+		for _, c := range first.fixed() {
 			// What is there may serve more than the critical ones; it is not to serve less meanwhile.
 			if len(before[c.Table][c.Name]) == 0 {
 				chains = append(chains, c)
 			}
-		})
+		}
 		return f.write(inOrder(f.differing(chains...), names.Filter, names.NAT))
 	}
 	// Packets get to the dispatchers before there are any entries: some things the kernel refuses only then, and the

@@ -112,10 +112,10 @@ func (f *fullSync) dispatchAtOnce(todo []xtables.Change) (bool, error) {
 // fixedTodo is what is to change in the chains that are not a ServicePort's own.
 func (f *fullSync) fixedTodo() []xtables.Change {
 	var todo []xtables.Change
-	f.rules.fixed(func(c xtables.Chain) {
+	for _, c := range f.rules.fixed() {
 		f.want(c.Table, c.Name)
 		todo = append(todo, f.differing(c)...)
-	})
+	}
 	return todo
 }
 
