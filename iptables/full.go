@@ -22,8 +22,7 @@ var tables = []names.Table{names.Filter, names.NAT}
 // syncAll reads what the kernel holds, and writes what differs from the plan: first what nothing leads to yet, then what
 // leads to it, and removes at last what nothing wants any more.
 func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
-	f := &fullSync{engine: e, ctx: ctx, actual: map[names.Table]xtables.Content{}, rules: newRules(p, e.family, e.options), wanted: map[names.Table]map[string]bool{},
-		asked: map[plan.Key]*plan.ServicePort{}, tried: map[plan.Key]bool{}, byEntries: map[plan.Key]bool{}}
+	f := &fullSync{engine: e, ctx: ctx, actual: map[names.Table]xtables.Content{}, rules: newRules(p, e.family, e.options), wanted: map[names.Table]map[string]bool{}}
 	var err error
 	for _, t := range tables {
 		if f.actual[t], err = e.Kernel.Save(ctx, t); err != nil {
@@ -46,26 +45,23 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	e.counts.total = f.total()
 	e.counts.report(e.family)
 	e.current = f.rules
-	e.updateRefused(f.refused, f)
+	e.updateRefused(f.refused)
 	return nil
 }
 
 // fullSync is the work of one syncAll.
 type fullSync struct {
 	*engine
-	ctx       context.Context
-	actual    map[names.Table]xtables.Content // what the kernel holds
-	rules     *rules
-	wanted    map[names.Table]map[string]bool
-	rewrites  []own                          // ServicePorts with chains that the kernel has otherwise
-	refused   []plan.Refusal                 // ServicePorts that the kernel does not take
-	asked     map[plan.Key]*plan.ServicePort // what was asked of those
-	tried     map[plan.Key]bool              // which of those were tried
-	confirmed int                            // how many of those were refused while nobody else changed the tables
-	byEntries map[plan.Key]bool              // of which it is the entries that are refused
-	proved    bool                           // that something else is taken
-	written   int
-	removed   int
+	ctx         context.Context
+	actual      map[names.Table]xtables.Content // what the kernel holds
+	rules       *rules
+	wanted      map[names.Table]map[string]bool
+	rewrites    []own      // ServicePorts with chains that the kernel has otherwise
+	refused     []*refusal // ServicePorts that the kernel does not take
+	unconfirmed bool       // one of those may have been refused since somebody else has changed the tables
+	proved      bool       // that something else is taken
+	written     int
+	removed     int
 }
 
 func (f *fullSync) run(p *plan.Plan) error {
@@ -218,15 +214,9 @@ func (f *fullSync) services(services []*plan.ServicePort) error {
 				missing.changes = append(missing.changes, c)
 			}
 		}
-		if r := f.stillRefused(sp); r != nil {
-			if r.entries {
-				f.refuseEntry(sp, r.Err)
-				continue
-			}
-			if len(missing.changes)+len(other.changes) > 0 {
-				f.workAround(sp, r.Err)
-				continue
-			}
+		if r := f.stillRefused(sp); r != nil && (r.entries || len(missing.changes)+len(other.changes) > 0) {
+			f.doWithout(r)
+			continue
 		}
 		if len(missing.changes) > 0 {
 			fresh = append(fresh, missing)
@@ -250,10 +240,7 @@ func (f *fullSync) writeAll(list []own) error {
 			step = append(step, o.changes...)
 		}
 		return f.write(step)
-	}, Refused: func(o own, err error) {
-		f.tried[o.sp.Key] = true
-		f.workAround(o.sp, err)
-	}}
+	}, Refused: func(o own, err error) { f.refuse(o.sp, false, err) }}
 	in := map[string]bool{}
 	first := 0
 	for i, o := range list {

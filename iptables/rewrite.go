@@ -28,7 +28,9 @@ func (f *fullSync) dispatch() error {
 	if err := f.dispatchOrRefuse(todo); err != nil {
 		return err
 	}
-	last = slices.DeleteFunc(last, func(o own) bool { return f.asked[o.sp.Key] != nil })
+	last = slices.DeleteFunc(last, func(o own) bool {
+		return slices.ContainsFunc(f.refused, func(r *refusal) bool { return r.sp == o.sp })
+	})
 	return f.writeAll(last)
 }
 
