@@ -22,7 +22,7 @@ var tables = []names.Table{names.Filter, names.NAT}
 // syncAll reads what the kernel holds, and writes what differs from the plan: first what nothing leads to yet, then what
 // leads to it, and removes at last what nothing wants any more.
 func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
-	f := &fullSync{engine: e, ctx: ctx, actual: map[names.Table]xtables.Content{}, rules: newRules(p, e.family, e.options), wanted: map[names.Table]map[string]bool{}}
+	f := &fullSync{engine: e, ctx: ctx, actual: map[names.Table]xtables.Content{}, rules: newRules(p, e.family, e.options), wanted: map[tableChainName]bool{}}
 	var err error
 	for _, t := range tables {
 		if f.actual[t], err = e.Kernel.Save(ctx, t); err != nil {
@@ -55,7 +55,7 @@ type fullSync struct {
 	ctx         context.Context
 	actual      map[names.Table]xtables.Content // what the kernel holds
 	rules       *rules
-	wanted      map[names.Table]map[string]bool
+	wanted      map[tableChainName]bool
 	rewrites    []own      // ServicePorts with chains that the kernel has otherwise
 	refused     []*refusal // ServicePorts that the kernel does not take
 	unconfirmed bool       // one of those may have been refused since somebody else has changed the tables
@@ -205,7 +205,7 @@ func (f *fullSync) services(services []*plan.ServicePort) error {
 		missing, other := own{sp: sp}, own{sp: sp}
 		chains := f.rules.enter(sp)
 		for _, c := range chains {
-			f.want(names.NAT, c.Name)
+			f.wanted[tableChainName{c.Table, c.Name}] = true
 		}
 		for _, c := range f.differing(chains...) {
 			if c.Exists {
@@ -289,22 +289,13 @@ func inOrder(changes []xtables.Change, order ...names.Table) []xtables.Change {
 // total is how many rules there are in chains of ours.
 func (f *fullSync) total() map[names.Table]int {
 	out := map[names.Table]int{}
-	for t, names := range f.wanted {
-		for name := range names {
-			out[t] += len(f.actual[t][name])
-		}
+	for c := range f.wanted {
+		out[c.table] += len(f.actual[c.table][c.name])
 	}
 	if f.rules.localnet() {
 		out[names.Filter]++ // the guard
 	}
 	return out
-}
-
-func (f *fullSync) want(t names.Table, name string) {
-	if f.wanted[t] == nil {
-		f.wanted[t] = map[string]bool{}
-	}
-	f.wanted[t][name] = true
 }
 
 // jumps puts the rules into built-in chains that are missing there, and opens node ports on localhost once their guard

@@ -137,7 +137,7 @@ func (f *fullSync) doWithout(r *refusal) {
 		return slices.ContainsFunc(frag.chains, func(c xtables.Chain) bool { return missing(c) && c.Name == xtables.Target(e.rules) })
 	})
 	for _, c := range frag.chains {
-		delete(f.wanted[names.NAT], c.Name)
+		delete(f.wanted, tableChainName{c.Table, c.Name})
 	}
 	if leaves {
 		f.rules.leave(r.sp)
@@ -156,10 +156,10 @@ func (f *fullSync) doWithout(r *refusal) {
 
 // keep wants a chain of table nat as the kernel has it, with all that it leads to.
 func (f *fullSync) keep(name string, kept *fragment) {
-	if f.wanted[names.NAT][name] {
+	if f.wanted[tableChainName{names.NAT, name}] {
 		return
 	}
-	f.want(names.NAT, name)
+	f.wanted[tableChainName{names.NAT, name}] = true
 	if names.OfService(name) { // All others are fixed.
 		kept.chains = append(kept.chains, xtables.Chain{Table: names.NAT, Name: name, Rules: f.actual[names.NAT][name]})
 	}

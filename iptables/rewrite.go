@@ -115,7 +115,7 @@ func (f *fullSync) dispatchAtOnce(todo []xtables.Change) (bool, error) {
 func (f *fullSync) fixedTodo() []xtables.Change {
 	var todo []xtables.Change
 	for _, c := range f.rules.fixed() {
-		f.want(c.Table, c.Name)
+		f.wanted[tableChainName{c.Table, c.Name}] = true
 		todo = append(todo, f.differing(c)...)
 	}
 	return todo

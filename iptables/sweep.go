@@ -53,7 +53,7 @@ func (f *fullSync) sweep() error {
 // prune removes the chains of a table that nothing wants.
 func (f *fullSync) prune(t names.Table) error {
 	stale := func(t names.Table, name string) bool {
-		return (names.OfService(name) || ofOtherMode(t, name)) && !f.wanted[t][name]
+		return (names.OfService(name) || ofOtherMode(t, name)) && !f.wanted[tableChainName{t, name}]
 	}
 	changes := xtables.Diff(t, xtables.Desired{Stale: stale}, f.actual[t])
 	for _, c := range changes {
