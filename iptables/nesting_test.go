@@ -125,12 +125,8 @@ func TestNestingWhileWriting(t *testing.T) {
 	e.options.CompactAbove = 0
 	e.MaxNames = 5
 	for _, p := range []*plan.Plan{few, many, few} {
-		if err := e.Sync(t.Context(), p, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
-		if got, want := textOfKernel(k), textOf(desired(p, plan.IPv4, e.options)); got != want {
-			t.Fatalf("the kernel holds something else:\n%s", diffLines(want, got))
-		}
+		program(t, e, p, plan.Everything())
+		same(t, "the kernel holds something else", textOfKernel(k), textOf(desired(p, plan.IPv4, e.options)))
 	}
 }
 
@@ -149,9 +145,7 @@ func TestNestedPrograms(t *testing.T) {
 					}
 					check := func(after string, p *plan.Plan) {
 						t.Helper()
-						if got, want := ours(t, e.Kernel), textOf(desired(p, f, e.options)); got != want {
-							t.Fatalf("after %s the kernel holds something else:\n%s", after, diffLines(want, got))
-						}
+						same(t, fmt.Sprintf("after %s the kernel holds something else", after), ours(t, e.Kernel), textOf(desired(p, f, e.options)))
 					}
 					check("the first sync", p)
 					fewer := plan.New(p.Node, p.Settings)
