@@ -88,22 +88,18 @@ func (f *fullSync) run(p *plan.Plan) error {
 			return err
 		}
 	}
-	if err := f.foundation(p, services); err != nil {
-		return err
+	for _, step := range []func() error{
+		func() error { return f.foundation(p, services) },
+		func() error { return f.services(services) },
+		f.dispatch, f.jumps, f.leaveOtherModes,
+		func() error { return f.prune(names.NAT) },
+		func() error { return f.prune(names.Filter) },
+	} {
+		if err := step(); err != nil {
+			return err
+		}
 	}
-	if err := f.services(services); err != nil {
-		return err
-	}
-	if err := f.dispatch(); err != nil {
-		return err
-	}
-	if err := f.jumps(); err != nil {
-		return err
-	}
-	if err := f.leaveOtherModes(); err != nil {
-		return err
-	}
-	return f.sweep()
+	return nil
 }
 
 func firstAddr(sp *plan.ServicePort) netip.Addr {
@@ -177,19 +173,12 @@ func (f *fullSync) foundation(p *plan.Plan, services []*plan.ServicePort) error 
 	if err := f.jumps(); err != nil {
 		return err
 	}
-	if err := lay(services[:countCritical(services)]); err != nil {
+	critical := slices.DeleteFunc(slices.Clone(services), func(sp *plan.ServicePort) bool { return !sp.Critical })
+	if err := lay(critical); err != nil {
 		// One refused ServicePort must not take the rest down: they are tried one by one next.
 		f.log.Debug("the critical Services were not programmed ahead of the others", "error", err)
 	}
 	return nil
-}
-
-// countCritical counts the critical ServicePorts, which are at the front of a list.
-func countCritical(services []*plan.ServicePort) int {
-	if i := slices.IndexFunc(services, func(sp *plan.ServicePort) bool { return !sp.Critical }); i >= 0 {
-		return i
-	}
-	return len(services)
 }
 
 // own is a ServicePort with what is to change in its chains.

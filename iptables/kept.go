@@ -131,12 +131,8 @@ func frontendOf(rule string) (f plan.Frontend, ok bool) {
 	words := strings.Fields(rule)
 	for i := 0; i+1 < len(words); i++ {
 		value := words[i+1]
-		negated := i > 0 && words[i-1] == "!"
-		switch words[i] {
-		case "-d", "-p", "--dport":
-			if negated {
-				return f, false
-			}
+		if i > 0 && words[i-1] == "!" && slices.Contains([]string{"-d", "-p", "--dport"}, words[i]) {
+			return f, false
 		}
 		switch words[i] {
 		case "-d":
