@@ -6,7 +6,6 @@ import (
 	"strings"
 	"testing"
 
-	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/kernel/xtables/xtablestest"
@@ -65,17 +64,7 @@ func allTables(t *testing.T, k xtables.Kernel) string {
 }
 
 // TestModesReplaceEachOther: a mode's start removes the rules of the other one, and no rules of anyone else.
-func TestModesReplaceEachOther(t *testing.T) {
-	t.Parallel()
-	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
-		for _, f := range plan.Families {
-			t.Run(string(v)+"/"+f.String(), func(t *testing.T) {
-				t.Parallel()
-				nstest.Run(t, func() { modesReplaceEachOther(t, v, f) })
-			})
-		}
-	}
-}
+func TestModesReplaceEachOther(t *testing.T) { inAll(t, modesReplaceEachOther) }
 
 func modesReplaceEachOther(t *testing.T, v xtables.Variant, f plan.Family) {
 	fixedOf := func() xtables.Desired {

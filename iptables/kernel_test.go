@@ -48,6 +48,16 @@ func inVariants[T interface {
 	}
 }
 
+// inAll is inVariants for each family.
+func inAll(t *testing.T, test func(t *testing.T, v xtables.Variant, f plan.Family)) {
+	t.Helper()
+	for _, f := range plan.Families {
+		t.Run(f.String(), func(t *testing.T) {
+			inVariants(t, func(t *testing.T, v xtables.Variant) { test(t, v, f) })
+		})
+	}
+}
+
 // program syncs, which is to succeed.
 func program(t rapid.TB, e *engine, p *plan.Plan, change plan.Change) {
 	t.Helper()
@@ -117,25 +127,18 @@ func textOf(tables map[names.Table][]xtables.Chain) string {
 // TestKernelShowsWhatWasWritten holds the premise of comparing rules as text: what iptables-save prints of a rule is what
 // the rule was written as.
 func TestKernelShowsWhatWasWritten(t *testing.T) {
-	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
-		for _, f := range plan.Families {
-			t.Run(fmt.Sprintf("%s %s", v, f), func(t *testing.T) {
-				t.Parallel()
-				nstest.Run(t, func() {
-					rapid.Check(t, func(t *rapid.T) {
-						p := plantest.Plans().Draw(t, "plan")
-						e := realEngine(t, v, f)
-						program(t, e, p, plan.Everything())
-						same(t, "the kernel holds something else than was written", ours(t, e.Kernel), wantText(p, f))
-						if e.current == nil {
-							t.Fatal("the engine does not know what the kernel holds")
-						}
-						compareAgain(t, e, p)
-					})
-				})
-			})
-		}
-	}
+	inAll(t, func(t *testing.T, v xtables.Variant, f plan.Family) {
+		rapid.Check(t, func(t *rapid.T) {
+			p := plantest.Plans().Draw(t, "plan")
+			e := realEngine(t, v, f)
+			program(t, e, p, plan.Everything())
+			same(t, "the kernel holds something else than was written", ours(t, e.Kernel), wantText(p, f))
+			if e.current == nil {
+				t.Fatal("the engine does not know what the kernel holds")
+			}
+			compareAgain(t, e, p)
+		})
+	})
 }
 
 // compareAgain compares everything once more, which is to find nothing and write nothing.
