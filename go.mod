@@ -6,6 +6,7 @@ require (
 	charm.land/bubbletea/v2 v2.1.1
 	github.com/CycloneDX/cyclonedx-go v0.12.0
 	github.com/charmbracelet/x/ansi v0.11.9
+	github.com/coreos/go-iptables v0.8.0
 	github.com/fsnotify/fsnotify v1.10.1
 	github.com/go-logr/logr v1.4.4
 	github.com/google/btree v1.1.3

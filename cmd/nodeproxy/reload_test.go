@@ -110,8 +110,8 @@ func TestFallBack(t *testing.T) {
 	calls := tools.calls(t)
 
 	writeFile(t, file, configFor(apiservertest.Kubeconfig(t, after.URL)))
-	// Each look at the programs asks each of them once.
-	eventually(t, "the trial finds iptables", func() bool { return after.Lists("services") > 0 && tools.calls(t) == calls+len(flakyNames) })
+	// Each look at the programs asks each of them twice.
+	eventually(t, "the trial finds iptables", func() bool { return after.Lists("services") > 0 && tools.calls(t) == calls+2*len(flakyNames) })
 	tools.failOnce(t)
 	lists := before.Lists("services")
 	close(hold)

@@ -10,9 +10,10 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
-	"slices"
 	"strconv"
 	"time"
+
+	goiptables "github.com/coreos/go-iptables/iptables"
 
 	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
@@ -82,8 +83,21 @@ func Find(v Variant, f plan.Family) (*Program, error) {
 	if t.version, err = askVersion(main, versionTime); err != nil {
 		return nil, err
 	}
-	t.RandomFully = t.version.randomFully()
+	// go-iptables is here for one thing that it knows: since which version iptables has --random-fully. Rules are read and written by the
+	// restore and save programs, with time limits, which it has not: it asks for the version once more, of a program that has just answered.
+	ipt, err := goiptables.New(goiptables.IPFamily(protocol(f)), goiptables.Path(main), goiptables.Timeout(lockWait))
+	if err != nil {
+		return nil, fmt.Errorf("asking %s for its version: %w", main, err)
+	}
+	t.RandomFully = ipt.HasRandomFully()
 	return t, nil
+}
+
+func protocol(f plan.Family) goiptables.Protocol {
+	if f == plan.IPv6 {
+		return goiptables.ProtocolIPv6
+	}
+	return goiptables.ProtocolIPv4
 }
 
 // plainTool finds the programs under their plain names, if they are of the tool's variant.
@@ -111,9 +125,6 @@ type version struct {
 	number  [3]int
 	variant Variant
 }
-
-// randomFully reports whether MASQUERADE has --random-fully. Nothing else depends on the version.
-func (v version) randomFully() bool { return slices.Compare(v.number[:], []int{1, 6, 2}) >= 0 }
 
 // versionText is such as "iptables v1.8.9 (nf_tables)".
 var versionText = regexp.MustCompile(`v(\d+)\.(\d+)\.(\d+)`)

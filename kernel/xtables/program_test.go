@@ -261,20 +261,20 @@ func TestOutputHeldOpen(t *testing.T) {
 	}
 }
 
-// TestVersion: what programs say of themselves, with what follows from it, and those that say nothing in time.
+// TestVersion: what programs say of themselves, and those that say nothing in time.
 func TestVersion(t *testing.T) {
 	dir := t.TempDir()
 	for i, c := range []struct {
 		script string
 		want   string
 	}{
-		{"echo 'iptables v1.8.9 (nf_tables)'", "{[1 8 9] nft} true <nil>"},
-		{"echo 'ip6tables v1.8.10 (legacy)'", "{[1 8 10] legacy} true <nil>"},
-		{"echo 'iptables v1.6.1'", "{[1 6 1] legacy} false <nil>"},
-		{"echo 'iptables v1.6.2'", "{[1 6 2] legacy} true <nil>"},
-		{"echo nothing", `{[0 0 0] } false asking PATH for its version: it says "nothing"`},
-		{"exit 3", "{[0 0 0] } false asking PATH for its version: exit status 3"},
-		{"sleep 5 & exec sleep 1000", "{[0 0 0] } false asking PATH for its version: it was ended, since it did not end by itself within 3s"},
+		{"echo 'iptables v1.8.9 (nf_tables)'", "{[1 8 9] nft} <nil>"},
+		{"echo 'ip6tables v1.8.10 (legacy)'", "{[1 8 10] legacy} <nil>"},
+		{"echo 'iptables v1.6.1'", "{[1 6 1] legacy} <nil>"},
+		{"echo 'iptables v1.6.2'", "{[1 6 2] legacy} <nil>"},
+		{"echo nothing", `{[0 0 0] } asking PATH for its version: it says "nothing"`},
+		{"exit 3", "{[0 0 0] } asking PATH for its version: exit status 3"},
+		{"sleep 5 & exec sleep 1000", "{[0 0 0] } asking PATH for its version: it was ended, since it did not end by itself within 3s"},
 	} {
 		path := filepath.Join(dir, fmt.Sprint(i))
 		nstest.Script(t, path, c.script+"\n")
@@ -283,7 +283,7 @@ func TestVersion(t *testing.T) {
 			limit = 3 * time.Second
 		}
 		v, err := askVersion(path, limit)
-		if got := strings.ReplaceAll(fmt.Sprint(v, " ", v.randomFully(), " ", err), path, "PATH"); got != c.want {
+		if got := strings.ReplaceAll(fmt.Sprint(v, " ", err), path, "PATH"); got != c.want {
 			t.Errorf("%s: got %s, want %s", c.script, got, c.want)
 		}
 	}
