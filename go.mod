@@ -9,6 +9,7 @@ require (
 	github.com/coreos/go-iptables v0.8.0
 	github.com/fsnotify/fsnotify v1.10.1
 	github.com/go-logr/logr v1.4.4
+	github.com/google/btree v1.1.3
 	github.com/google/licenseclassifier/v2 v2.0.0
 	github.com/google/nftables v0.3.0
 	github.com/moby/ipvs v1.1.0

@@ -25,41 +25,36 @@ type Engine interface {
 	TakeWritten() map[drift.Kind]int
 }
 
-// Tally counts what an Engine writes. It is safe for concurrent use.
-type Tally struct {
-	mu    sync.Mutex
-	kinds map[drift.Kind]int
-}
-
-// Wrote counts n things of a kind.
-func (t *Tally) Wrote(kind drift.Kind, n int) {
-	if n == 0 {
-		return
-	}
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if t.kinds == nil {
-		t.kinds = map[drift.Kind]int{}
-	}
-	t.kinds[kind] += n
-}
-
-// TakeWritten implements Engine.
-func (t *Tally) TakeWritten() map[drift.Kind]int {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	out := t.kinds
-	t.kinds = nil
-	return out
-}
-
 // Comparison is the part of an Engine that implements Differences and TakeWritten.
 type Comparison struct {
-	Tally
-
 	// Compared says that the last Sync knew what had been written before and compared the kernel with it; Found are the differences.
 	Compared bool
 	Found    drift.Found
+
+	mu      sync.Mutex // for what follows
+	written map[drift.Kind]int
+}
+
+// Wrote counts n things of a kind. Like TakeWritten, it is safe for concurrent use.
+func (c *Comparison) Wrote(kind drift.Kind, n int) {
+	if n == 0 {
+		return
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.written == nil {
+		c.written = map[drift.Kind]int{}
+	}
+	c.written[kind] += n
+}
+
+// TakeWritten implements Engine.
+func (c *Comparison) TakeWritten() map[drift.Kind]int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	out := c.written
+	c.written = nil
+	return out
 }
 
 // Differences implements Engine.

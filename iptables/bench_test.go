@@ -1,7 +1,6 @@
 package iptables
 
 import (
-	"context"
 	"fmt"
 	"testing"
 	"time"
@@ -40,22 +39,14 @@ func BenchmarkUpdateOneOf10k(b *testing.B) {
 
 // BenchmarkSync programs the kernel in a namespace of its own with all of 10,000 services, from none.
 func BenchmarkSync(b *testing.B) {
-	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
-		b.Run(string(v), func(b *testing.B) {
-			nstest.Run(b, func() { // A benchmark within this one would be in the namespace of the machine.
-				p := plantest.Large(10000, 2)
-				for b.Loop() {
-					e := realEngine(b, v, plan.IPv4)
-					if err := e.Sync(context.Background(), plan.New(p.Node, p.Settings), plan.Everything()); err != nil {
-						b.Fatal(err)
-					}
-					if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-						b.Fatal(err)
-					}
-				}
-			})
-		})
-	}
+	inVariants(b, func(b *testing.B, v xtables.Variant) {
+		p := plantest.Large(10000, 2)
+		for b.Loop() {
+			e := realEngine(b, v, plan.IPv4)
+			program(b, e, plan.New(p.Node, p.Settings), plan.Everything())
+			program(b, e, p, plan.Everything())
+		}
+	})
 }
 
 // BenchmarkManyAtOnce brings 4,000 Services with session affinity and three endpoints each to a node that has 500 others: all in
@@ -80,10 +71,7 @@ func manyAtOnce(b *testing.B, services, endpoints, portion int) {
 	e.options.CompactAbove = DefaultCompactAbove
 	e.Kernel.(*xtables.Program).RestoreTime = time.Hour // On a busy machine, the run for all takes longer than it may.
 	p := plantest.Large(500, endpoints)
-	if err := e.Sync(b.Context(), p, plan.Everything()); err != nil {
-		b.Error(err)
-		return
-	}
+	program(b, e, p, plan.Everything())
 	b.StartTimer()
 	longest := time.Duration(0)
 	for first := 0; first < services; first += portion {
@@ -95,10 +83,7 @@ func manyAtOnce(b *testing.B, services, endpoints, portion int) {
 			changed.Add(sp.Key)
 		}
 		begin := time.Now()
-		if err := e.Sync(b.Context(), p, plan.Only(changed)); err != nil {
-			b.Error(err)
-			return
-		}
+		program(b, e, p, plan.Only(changed))
 		longest = max(longest, time.Since(begin))
 	}
 	b.ReportMetric(longest.Seconds(), "s-longest")
@@ -116,10 +101,7 @@ func BenchmarkExtremes(b *testing.B) {
 					p := plantest.Large(1000, 2)
 					e := realEngine(b, v, plan.IPv4)
 					e.options.CompactAbove = DefaultCompactAbove
-					if err := e.Sync(b.Context(), p, plan.Everything()); err != nil {
-						b.Error(err)
-						return
-					}
+					program(b, e, p, plan.Everything())
 					err := x.Measure(b, p, func(keys plan.Keys) error { return e.Sync(b.Context(), p, plan.Only(keys)) }, func() bool { return false })
 					if err != nil {
 						b.Error(err)

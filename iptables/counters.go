@@ -25,7 +25,8 @@ func (b *Backend) InvalidDropped() (uint64, error) {
 		}
 		for _, rule := range rules {
 			if strings.Contains(rule, " --ctstate INVALID ") && strings.HasSuffix(rule, " -j DROP") {
-				sum += xtables.Packets(rule)
+				_, packets := xtables.Counted(rule)
+				sum += packets
 			}
 		}
 	}
@@ -67,12 +68,13 @@ func (b *Backend) localhostNodePorts() (led, back uint64, err error) {
 			return 0, 0, err
 		}
 		for _, rule := range rules {
+			_, packets := xtables.Counted(rule)
 			switch {
 			case !strings.HasPrefix(rule, "-A "+names.Services+" -d 127."):
 			case strings.HasSuffix(rule, " -j "+names.NodePorts):
-				led += xtables.Packets(rule)
+				led += packets
 			case strings.HasSuffix(rule, " -j RETURN"):
-				back += xtables.Packets(rule)
+				back += packets
 			}
 		}
 	}

@@ -1,13 +1,11 @@
 package iptables
 
 import (
-	"context"
 	"net"
 	"testing"
 	"time"
 
 	"nodeproxy/backend"
-	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
@@ -15,9 +13,7 @@ import (
 // TestLocalhostNodePortsAreCounted connects to a node port at loopback and other addresses, and to another port.
 func TestLocalhostNodePortsAreCounted(t *testing.T) {
 	t.Parallel()
-	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
-		t.Run(string(v), func(t *testing.T) { nstest.Run(t, func() { connectToLocalhost(t, v) }) })
-	}
+	inVariants(t, connectToLocalhost)
 }
 
 func connectToLocalhost(t *testing.T, v xtables.Variant) {
@@ -36,10 +32,7 @@ func connectToLocalhost(t *testing.T, v xtables.Variant) {
 	if n, err := read(); n != 0 || err != nil {
 		t.Errorf("before the first sync: %d connections, %v", n, err)
 	}
-	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-		t.Error(err)
-		return
-	}
+	program(t, e, p, plan.Everything())
 	for _, c := range []struct {
 		to   string
 		open bool

@@ -1,7 +1,6 @@
 package iptables
 
 import (
-	"context"
 	"maps"
 	"slices"
 	"strings"
@@ -72,9 +71,7 @@ func TestDiff(t *testing.T) {
 			}
 			hunks := list()
 			want := patched(t, k.Tables, hunks)
-			if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-				t.Fatal(err)
-			}
+			program(t, e, p, plan.Everything())
 			before := textOfKernel(k)
 			k.Tables = want
 			if after := textOfKernel(k); after != before {

@@ -1,11 +1,11 @@
 package iptables
 
 import (
+	"cmp"
 	"fmt"
 	"math/bits"
 	"net/netip"
 	"slices"
-	"strings"
 
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
@@ -130,7 +130,7 @@ func (n subtree) parts(branch func(subtree), inline func(*trie)) {
 // below are the subtrees whose chains a subtree's chain leads to.
 func (n subtree) below() []subtree {
 	var out []subtree
-	if inner(n.trie) {
+	if n.trie != nil && inner(n.trie) {
 		n.parts(func(kid subtree) { out = append(out, kid) }, func(*trie) {})
 	}
 	return out
@@ -144,10 +144,11 @@ func (d *dispatch) top() []subtree {
 	return []subtree{subtreeOf(d.root, d.place.levels())}
 }
 
-// chains calls emit for the dispatcher's chain and all below it, those below first.
-func (d *dispatch) chains(emit func(xtables.Chain)) {
-	d.walk(func(n subtree) { emit(d.chain(n)) })
-	emit(d.rootChain())
+// chains are the dispatcher's chain and all below it, those below first.
+func (d *dispatch) chains() []xtables.Chain {
+	var out []xtables.Chain
+	d.walk(func(n subtree) { out = append(out, d.chain(n)) })
+	return append(out, d.rootChain())
 }
 
 // walk calls visit for all subtrees, those below first.
@@ -199,92 +200,54 @@ func (d *dispatch) rootChain() xtables.Chain {
 }
 
 // changes compares two contents of one dispatcher, and returns what is to be written and removed to come from the first to the
-// second. What the two share is not looked at.
+// second. Both trees are walked side by side, in order of prefix, where a chain comes before those below it. Chains are the same if
+// their prefixes are, at whatever depth they hang: an address far from all others puts a level on top of the tree, and leaves the
+// rest as it was. What the two share is not looked at.
 func changes(from, to *dispatch) []xtables.Change {
-	c := &treeDiff{dispatch: to}
-	c.compare(from.top(), to.top())
-	c.write(from.rootChain(), to.rootChain())
-	return c.changes
-}
-
-type treeDiff struct {
-	*dispatch
-	changes []xtables.Change
-}
-
-// write notes that a chain becomes another, if it does.
-func (c *treeDiff) write(old, now xtables.Chain) {
-	if !slices.Equal(old.Rules, now.Rules) {
-		c.changes = append(c.changes, xtables.Change{Op: xtables.Write, Table: now.Table, Chain: now.Name, Rules: now.Rules,
-			Exists: true, Have: old.Rules})
+	var out []xtables.Change
+	write := func(old, now xtables.Chain) {
+		if !slices.Equal(old.Rules, now.Rules) {
+			out = append(out, xtables.Change{Op: xtables.Write, Table: now.Table, Chain: now.Name, Rules: now.Rules,
+				Exists: true, Have: old.Rules})
+		}
 	}
+	before, after := from.top(), to.top()
+	for len(before)+len(after) > 0 {
+		order := 0
+		switch {
+		case len(before) == 0:
+			order = 1
+		case len(after) == 0:
+			order = -1
+		default:
+			order = cmp.Compare(before[0].prefix, after[0].prefix)
+		}
+		var b, a subtree
+		if order <= 0 {
+			b, before = before[0], before[1:]
+		}
+		if order >= 0 {
+			a, after = after[0], after[1:]
+		}
+		switch {
+		case a == b:
+			continue
+		case a.trie == nil:
+			out = append(out, removal(to.chain(b)))
+		case b.trie == nil:
+			out = append(out, xtables.WriteChain(to.chain(a)))
+		default:
+			write(to.chain(b), to.chain(a))
+		}
+		before, after = slices.Concat(b.below(), before), slices.Concat(a.below(), after)
+	}
+	write(from.rootChain(), to.rootChain())
+	return out
 }
-
-func (c *treeDiff) remove(n subtree) { c.changes = append(c.changes, removal(c.chain(n))) }
 
 // removal is the change that removes a chain which holds what had been written.
 func removal(c xtables.Chain) xtables.Change {
 	return xtables.Change{Op: xtables.Remove, Table: c.Table, Chain: c.Name, Exists: true, Have: c.Rules}
-}
-
-// compare finds what differs between the chains of before and after, each a list of subtrees that lie beside each other, and
-// all chains below those. Chains are the same if their prefixes are, at whatever depth they hang: an address far from all
-// others puts a level on top of the tree, and leaves the rest as it was.
-func (c *treeDiff) compare(before, after []subtree) {
-	done := map[subtree]bool{}
-	within := func(list []subtree, prefix key) []subtree {
-		var out []subtree
-		for _, n := range list {
-			if !done[n] && strings.HasPrefix(string(n.prefix), string(prefix)) {
-				out = append(out, n)
-			}
-		}
-		return out
-	}
-	for _, a := range after {
-		if done[a] {
-			continue
-		}
-		below := within(before, a.prefix)
-		around := slices.IndexFunc(before, func(b subtree) bool {
-			return len(b.prefix) < len(a.prefix) && strings.HasPrefix(string(a.prefix), string(b.prefix))
-		})
-		switch {
-		case len(below) == 1 && below[0].prefix == a.prefix:
-			done[below[0]] = true
-			c.same(below[0], a)
-		case around >= 0: // a hung below a chain that is gone
-			b := before[around]
-			group := within(after, b.prefix)
-			for _, n := range group {
-				done[n] = true
-			}
-			done[b] = true
-			c.remove(b)
-			c.compare(b.below(), group)
-		default: // a is new, and what is below it may have been there before
-			for _, n := range below {
-				done[n] = true
-			}
-			c.changes = append(c.changes, xtables.WriteChain(c.chain(a)))
-			c.compare(below, a.below())
-		}
-	}
-	for _, b := range before {
-		if !done[b] {
-			c.remove(b)
-			c.compare(b.below(), nil)
-		}
-	}
-}
-
-// same compares a chain with what it becomes.
-func (c *treeDiff) same(b, a subtree) {
-	if a == b {
-		return
-	}
-	c.write(c.chain(b), c.chain(a))
-	c.compare(b.below(), a.below())
 }
 
 // addrDigits is the number of digits that an address has in this dispatcher's keys.

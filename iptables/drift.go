@@ -31,6 +31,6 @@ func (r *rules) desired() xtables.Desired {
 		d.Chains = append(d.Chains, r.inForce(r.services[k]).chains...)
 	}
 	d.Chains = append(d.Chains, r.kept.own()...)
-	r.fixed(func(c xtables.Chain) { d.Chains = append(d.Chains, c) })
+	d.Chains = append(d.Chains, r.fixed()...)
 	return d
 }

@@ -28,56 +28,48 @@ func cpuTime(b *testing.B) time.Duration {
 // what comparing costs on the average, in parts of a processor: where nothing happens (one part in 200 of the time), and at most
 // (one in 25).
 func BenchmarkCompare(b *testing.B) {
-	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
-		b.Run(string(v), func(b *testing.B) {
-			nstest.Run(b, func() {
-				l := newLab(b, v, 10000)
-				defer l.end()
-				b.ResetTimer()
-				before := cpuTime(b)
-				for b.Loop() {
-					l.sync(plan.Everything())
-				}
-				used := cpuTime(b) - before
-				b.ReportMetric(float64(used.Milliseconds())/float64(b.N), "cpu-ms/op")
-				b.ReportMetric(100*float64(used)/float64(b.Elapsed())/200, "%-of-a-core-idle")
-				b.ReportMetric(100*float64(used)/float64(b.Elapsed())/25, "%-of-a-core-at-most")
-				if why := l.seen.take(); len(why) > 0 {
-					b.Errorf("syncs of its own made it suspect that %q", why)
-				}
-			})
-		})
-	}
+	inVariants(b, func(b *testing.B, v xtables.Variant) {
+		l := newLab(b, v, 10000)
+		defer l.end()
+		b.ResetTimer()
+		before := cpuTime(b)
+		for b.Loop() {
+			l.sync(plan.Everything())
+		}
+		used := cpuTime(b) - before
+		b.ReportMetric(float64(used.Milliseconds())/float64(b.N), "cpu-ms/op")
+		b.ReportMetric(100*float64(used)/float64(b.Elapsed())/200, "%-of-a-core-idle")
+		b.ReportMetric(100*float64(used)/float64(b.Elapsed())/25, "%-of-a-core-at-most")
+		if why := l.seen.take(); len(why) > 0 {
+			b.Errorf("syncs of its own made it suspect that %q", why)
+		}
+	})
 }
 
 // BenchmarkFlush is how long it takes to notice that somebody has emptied table nat with 10,000 Services, and to repair it.
 func BenchmarkFlush(b *testing.B) {
-	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
-		b.Run(string(v), func(b *testing.B) {
-			nstest.Run(b, func() {
-				l := newLab(b, v, 10000)
-				defer l.end()
-				var noticed, repaired time.Duration
-				for b.Loop() {
-					b.StopTimer()
-					l.do("iptables-{} -w -t nat -F")
-					b.StartTimer()
-					begin := time.Now()
-					if why := l.seen.within(10 * time.Second); len(why) == 0 {
-						b.Error("it was not noticed")
-					}
-					noticed += time.Since(begin)
-					begin = time.Now()
-					l.sync(plan.Everything())
-					repaired += time.Since(begin)
-				}
-				b.ReportMetric(noticed.Seconds()/float64(b.N), "s-noticed")
-				b.ReportMetric(repaired.Seconds()/float64(b.N), "s-repaired")
-				last := l.reports[len(l.reports)-1]
-				b.Logf("the last time, %d things differed: %s", len(last.Found), last.Found.Words(1))
-			})
-		})
-	}
+	inVariants(b, func(b *testing.B, v xtables.Variant) {
+		l := newLab(b, v, 10000)
+		defer l.end()
+		var noticed, repaired time.Duration
+		for b.Loop() {
+			b.StopTimer()
+			l.do("iptables-{} -w -t nat -F")
+			b.StartTimer()
+			begin := time.Now()
+			if why := l.seen.within(10 * time.Second); len(why) == 0 {
+				b.Error("it was not noticed")
+			}
+			noticed += time.Since(begin)
+			begin = time.Now()
+			l.sync(plan.Everything())
+			repaired += time.Since(begin)
+		}
+		b.ReportMetric(noticed.Seconds()/float64(b.N), "s-noticed")
+		b.ReportMetric(repaired.Seconds()/float64(b.N), "s-repaired")
+		last := l.reports[len(l.reports)-1]
+		b.Logf("the last time, %d things differed: %s", len(last.Found), last.Found.Words(1))
+	})
 }
 
 // BenchmarkProbe is what the legacy variant does each second.

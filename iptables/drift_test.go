@@ -143,12 +143,7 @@ var nftFaults = []fault{
 // TestDrift: what others change is noticed within seconds, named, counted once, and put right; what others have is left alone.
 func TestDrift(t *testing.T) {
 	t.Parallel()
-	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
-		t.Run(string(v), func(t *testing.T) {
-			t.Parallel()
-			nstest.Run(t, func() { testDrift(t, v) })
-		})
-	}
+	inVariants(t, testDrift)
 }
 
 func testDrift(t *testing.T, v xtables.Variant) {
@@ -252,44 +247,39 @@ func chainOfLine(line string) string {
 // others raises a suspicion; nor do syncs on either.
 func TestUnrelatedRules(t *testing.T) {
 	t.Parallel()
-	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
-		t.Run(string(v), func(t *testing.T) {
-			t.Parallel()
-			nstest.Run(t, func() {
-				l := newLab(t, v, 50)
-				defer l.end()
-				for i := range 10 {
-					sp := plantest.LargeService(i, 40000+2*i, 2)
-					l.plan.Set(sp)
-					l.sync(plan.Only(plan.Keys{sp.Key: {}}))
-				}
-				l.sync(plan.Everything())
-				time.Sleep(xtables.ReportInterval + xtables.PollInterval + 100*time.Millisecond) // It would report a suspicion within this time, and is to have none.
-				if why := l.seen.take(); len(why) > 0 {
-					t.Errorf("syncs of its own made it suspect that %q", why)
-				}
-				if v == xtables.Legacy {
-					return
-				}
-				l.do("iptables-{} -t nat -N CNI-X")
-				for i := range 100 {
-					l.do(fmt.Sprintf("iptables-{} -t nat -A CNI-X -s 192.0.2.%d -j RETURN", i))
-					l.do(fmt.Sprintf("iptables-{} -t nat -I POSTROUTING -s 192.0.2.%d -j CNI-X", i))
-				}
-				for i := range 100 {
-					l.do(fmt.Sprintf("iptables-{} -t nat -D POSTROUTING -s 192.0.2.%d -j CNI-X", i))
-				}
-				if why := l.seen.within(500 * time.Millisecond); len(why) > 0 {
-					t.Errorf("unrelated rules made it suspect that %q", why)
-				}
-				// It still sees: the next one is for it.
-				l.do("iptables-{} -t nat -F KUBE-SERVICES")
-				if why := l.seen.within(3 * time.Minute); len(why) == 0 || !strings.Contains(why[0], " by iptables-nft") {
-					t.Errorf("a change of a chain of ours: %q", why)
-				}
-			})
-		})
-	}
+	inVariants(t, func(t *testing.T, v xtables.Variant) {
+		l := newLab(t, v, 50)
+		defer l.end()
+		for i := range 10 {
+			sp := plantest.LargeService(i, 40000+2*i, 2)
+			l.plan.Set(sp)
+			l.sync(plan.Only(plan.Keys{sp.Key: {}}))
+		}
+		l.sync(plan.Everything())
+		time.Sleep(xtables.ReportInterval + xtables.PollInterval + 100*time.Millisecond) // It would report a suspicion within this time, and is to have none.
+		if why := l.seen.take(); len(why) > 0 {
+			t.Errorf("syncs of its own made it suspect that %q", why)
+		}
+		if v == xtables.Legacy {
+			return
+		}
+		l.do("iptables-{} -t nat -N CNI-X")
+		for i := range 100 {
+			l.do(fmt.Sprintf("iptables-{} -t nat -A CNI-X -s 192.0.2.%d -j RETURN", i))
+			l.do(fmt.Sprintf("iptables-{} -t nat -I POSTROUTING -s 192.0.2.%d -j CNI-X", i))
+		}
+		for i := range 100 {
+			l.do(fmt.Sprintf("iptables-{} -t nat -D POSTROUTING -s 192.0.2.%d -j CNI-X", i))
+		}
+		if why := l.seen.within(500 * time.Millisecond); len(why) > 0 {
+			t.Errorf("unrelated rules made it suspect that %q", why)
+		}
+		// It still sees: the next one is for it.
+		l.do("iptables-{} -t nat -F KUBE-SERVICES")
+		if why := l.seen.within(3 * time.Minute); len(why) == 0 || !strings.Contains(why[0], " by iptables-nft") {
+			t.Errorf("a change of a chain of ours: %q", why)
+		}
+	})
 }
 
 // TestDriftWithPendingChanges: where a comparison and a change of the plan come together, the change is no drift.
@@ -300,9 +290,7 @@ func TestDriftWithPendingChanges(t *testing.T) {
 		plans := rapid.SliceOfN(plantest.Plans(), 2, 4).Draw(t, "plans")
 		for i, p := range plans {
 			p.Settings, p.Node = plans[0].Settings, plans[0].Node
-			if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-				t.Fatal(err)
-			}
+			program(t, e, p, plan.Everything())
 			switch {
 			case i == 0 && e.Compared:
 				t.Fatal("the first sync knew what there was before")
@@ -314,9 +302,7 @@ func TestDriftWithPendingChanges(t *testing.T) {
 		name := rapid.SampledFrom([]string{names.Forward, names.Postrouting}).Draw(t, "chain")
 		tbl := map[string]names.Table{names.Forward: names.Filter, names.Postrouting: names.NAT}[name]
 		k.Tables[tbl][name] = k.Tables[tbl][name][1:]
-		if err := e.Sync(context.Background(), plans[0], plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		program(t, e, plans[0], plan.Everything())
 		if len(e.Found) != 1 || e.Found[0].Kind != drift.Rule || !strings.Contains(e.Found.Words(1), name) {
 			t.Fatalf("a rule of %s was removed: found %s", name, e.Found.Words(5))
 		}

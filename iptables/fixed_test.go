@@ -6,7 +6,6 @@ import (
 	"strings"
 	"testing"
 
-	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/kernel/xtables/xtablestest"
@@ -65,17 +64,7 @@ func allTables(t *testing.T, k xtables.Kernel) string {
 }
 
 // TestModesReplaceEachOther: a mode's start removes the rules of the other one, and no rules of anyone else.
-func TestModesReplaceEachOther(t *testing.T) {
-	t.Parallel()
-	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
-		for _, f := range plan.Families {
-			t.Run(string(v)+"/"+f.String(), func(t *testing.T) {
-				t.Parallel()
-				nstest.Run(t, func() { modesReplaceEachOther(t, v, f) })
-			})
-		}
-	}
-}
+func TestModesReplaceEachOther(t *testing.T) { inAll(t, modesReplaceEachOther) }
 
 func modesReplaceEachOther(t *testing.T, v xtables.Variant, f plan.Family) {
 	fixedOf := func() xtables.Desired {
@@ -116,9 +105,7 @@ func modesReplaceEachOther(t *testing.T, v xtables.Variant, f plan.Family) {
 	if n, again := apply(fixedOf()); n != 0 || again != fixedOnly {
 		t.Errorf("a second time changed %d things:\n%s", n, diffLines(fixedOnly, again))
 	}
-	if err := engine.Sync(context.Background(), plantest.Large(20, 2), plan.Everything()); err != nil {
-		t.Error(err)
-	}
+	program(t, engine, plantest.Large(20, 2), plan.Everything())
 	services := allTables(t, tables.Kernel)
 	for _, name := range []string{"KUBE-IPVS-MARK", "KUBE-NODE-PORT\n", "-s 127.0.0.0/8 -j RETURN"} {
 		if strings.Contains(services, name) {
@@ -158,43 +145,39 @@ func TestFixedRender(t *testing.T) {
 // that rule.
 func TestFixedChainInUse(t *testing.T) {
 	t.Parallel()
-	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
-		t.Run(string(v), func(t *testing.T) {
-			t.Parallel()
-			nstest.Enter(t)
-			x, err := xtables.NewTables(v, plan.IPv4, nil)
-			if err != nil {
+	inVariants(t, func(t *testing.T, v xtables.Variant) {
+		x, err := xtables.NewTables(v, plan.IPv4, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		const name = "KUBE-SVC-AAAAAAAAAAAAAAAA"
+		write := func(text string) {
+			t.Helper()
+			if err := x.Kernel.Restore(text); err != nil {
 				t.Fatal(err)
 			}
-			const name = "KUBE-SVC-AAAAAAAAAAAAAAAA"
-			write := func(text string) {
-				t.Helper()
-				if err := x.Kernel.Restore(text); err != nil {
-					t.Fatal(err)
-				}
-			}
-			write("*nat\n:" + name + " - [0:0]\n:KUBE-SEP-AAAAAAAAAAAAAAAA - [0:0]\n:OTHERS - [0:0]\n-A " + name +
-				" -j KUBE-SEP-AAAAAAAAAAAAAAAA\n-A OTHERS -p tcp -j " + name + "\n-A PREROUTING -j " + name + "\nCOMMIT\n")
-			for i := range 2 {
-				n, err := x.Sync(t.Context(), testFixed())
-				if err != nil || i > 0 && n > 0 {
-					t.Fatalf("round %d: %d changes, %v", i, n, err)
-				}
-				held, err := x.Kernel.Save(t.Context(), names.NAT)
-				rules, is := held[name]
-				if _, sep := held["KUBE-SEP-AAAAAAAAAAAAAAAA"]; err != nil || !is || len(rules) > 0 || sep || len(held["OTHERS"]) != 1 {
-					t.Errorf("the chain in use is there: %v, with %q; what it led to: %v; the others' rules: %q; %v",
-						is, rules, sep, held["OTHERS"], err)
-				}
-			}
-			write("*nat\n:OTHERS - [0:0]\n-X OTHERS\nCOMMIT\n")
-			if _, err := x.Sync(t.Context(), testFixed()); err != nil {
-				t.Fatal(err)
+		}
+		write("*nat\n:" + name + " - [0:0]\n:KUBE-SEP-AAAAAAAAAAAAAAAA - [0:0]\n:OTHERS - [0:0]\n-A " + name +
+			" -j KUBE-SEP-AAAAAAAAAAAAAAAA\n-A OTHERS -p tcp -j " + name + "\n-A PREROUTING -j " + name + "\nCOMMIT\n")
+		for i := range 2 {
+			n, err := x.Sync(t.Context(), testFixed())
+			if err != nil || i > 0 && n > 0 {
+				t.Fatalf("round %d: %d changes, %v", i, n, err)
 			}
 			held, err := x.Kernel.Save(t.Context(), names.NAT)
-			if _, is := held[name]; err != nil || is {
-				t.Errorf("in the end it is there: %v, %v", is, err)
+			rules, is := held[name]
+			if _, sep := held["KUBE-SEP-AAAAAAAAAAAAAAAA"]; err != nil || !is || len(rules) > 0 || sep || len(held["OTHERS"]) != 1 {
+				t.Errorf("the chain in use is there: %v, with %q; what it led to: %v; the others' rules: %q; %v",
+					is, rules, sep, held["OTHERS"], err)
 			}
-		})
-	}
+		}
+		write("*nat\n:OTHERS - [0:0]\n-X OTHERS\nCOMMIT\n")
+		if _, err := x.Sync(t.Context(), testFixed()); err != nil {
+			t.Fatal(err)
+		}
+		held, err := x.Kernel.Save(t.Context(), names.NAT)
+		if _, is := held[name]; err != nil || is {
+			t.Errorf("in the end it is there: %v, %v", is, err)
+		}
+	})
 }

@@ -22,8 +22,7 @@ var tables = []names.Table{names.Filter, names.NAT}
 // syncAll reads what the kernel holds, and writes what differs from the plan: first what nothing leads to yet, then what
 // leads to it, and removes at last what nothing wants any more.
 func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
-	f := &fullSync{engine: e, ctx: ctx, actual: map[names.Table]xtables.Content{}, rules: newRules(p, e.family, e.options), wanted: map[names.Table]map[string]bool{},
-		asked: map[plan.Key]*plan.ServicePort{}, tried: map[plan.Key]bool{}, byEntries: map[plan.Key]bool{}}
+	f := &fullSync{engine: e, ctx: ctx, actual: map[names.Table]xtables.Content{}, rules: newRules(p, e.family, e.options), wanted: map[tableChainName]bool{}}
 	var err error
 	for _, t := range tables {
 		if f.actual[t], err = e.Kernel.Save(ctx, t); err != nil {
@@ -46,26 +45,23 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	e.counts.total = f.total()
 	e.counts.report(e.family)
 	e.current = f.rules
-	e.updateRefused(f.refused, f)
+	e.updateRefused(f.refused)
 	return nil
 }
 
 // fullSync is the work of one syncAll.
 type fullSync struct {
 	*engine
-	ctx       context.Context
-	actual    map[names.Table]xtables.Content // what the kernel holds
-	rules     *rules
-	wanted    map[names.Table]map[string]bool
-	rewrites  []own                          // ServicePorts with chains that the kernel has otherwise
-	refused   []plan.Refusal                 // ServicePorts that the kernel does not take
-	asked     map[plan.Key]*plan.ServicePort // what was asked of those
-	tried     map[plan.Key]bool              // which of those were tried
-	confirmed int                            // how many of those were refused while nobody else changed the tables
-	byEntries map[plan.Key]bool              // of which it is the entries that are refused
-	proved    bool                           // that something else is taken
-	written   int
-	removed   int
+	ctx         context.Context
+	actual      map[names.Table]xtables.Content // what the kernel holds
+	rules       *rules
+	wanted      map[tableChainName]bool
+	rewrites    []own      // ServicePorts with chains that the kernel has otherwise
+	refused     []*refusal // ServicePorts that the kernel does not take
+	unconfirmed bool       // one of those may have been refused since somebody else has changed the tables
+	proved      bool       // that something else is taken
+	written     int
+	removed     int
 }
 
 func (f *fullSync) run(p *plan.Plan) error {
@@ -92,22 +88,18 @@ func (f *fullSync) run(p *plan.Plan) error {
 			return err
 		}
 	}
-	if err := f.foundation(p, services); err != nil {
-		return err
+	for _, step := range []func() error{
+		func() error { return f.foundation(p, services) },
+		func() error { return f.services(services) },
+		f.dispatch, f.jumps, f.leaveOtherModes,
+		func() error { return f.prune(names.NAT) },
+		func() error { return f.prune(names.Filter) },
+	} {
+		if err := step(); err != nil {
+			return err
+		}
 	}
-	if err := f.services(services); err != nil {
-		return err
-	}
-	if err := f.dispatch(); err != nil {
-		return err
-	}
-	if err := f.jumps(); err != nil {
-		return err
-	}
-	if err := f.leaveOtherModes(); err != nil {
-		return err
-	}
-	return f.sweep()
+	return nil
 }
 
 func firstAddr(sp *plan.ServicePort) netip.Addr {
@@ -165,12 +157,12 @@ func (f *fullSync) foundation(p *plan.Plan, services []*plan.ServicePort) error 
 		for _, sp := range services {
 			chains = append(chains, first.enter(sp)...)
 		}
-		first.fixed(func(c xtables.Chain) {
+		for _, c := range first.fixed() {
 			// What is there may serve more than the critical ones; it is not to serve less meanwhile.
 			if len(before[c.Table][c.Name]) == 0 {
 				chains = append(chains, c)
 			}
-		})
+		}
 		return f.write(inOrder(f.differing(chains...), names.Filter, names.NAT))
 	}
 	// Packets get to the dispatchers before there are any entries: some things the kernel refuses only then, and the
@@ -181,19 +173,12 @@ func (f *fullSync) foundation(p *plan.Plan, services []*plan.ServicePort) error 
 	if err := f.jumps(); err != nil {
 		return err
 	}
-	if err := lay(services[:countCritical(services)]); err != nil {
+	critical := slices.DeleteFunc(slices.Clone(services), func(sp *plan.ServicePort) bool { return !sp.Critical })
+	if err := lay(critical); err != nil {
 		// One refused ServicePort must not take the rest down: they are tried one by one next.
 		f.log.Debug("the critical Services were not programmed ahead of the others", "error", err)
 	}
 	return nil
-}
-
-// countCritical counts the critical ServicePorts, which are at the front of a list.
-func countCritical(services []*plan.ServicePort) int {
-	if i := slices.IndexFunc(services, func(sp *plan.ServicePort) bool { return !sp.Critical }); i >= 0 {
-		return i
-	}
-	return len(services)
 }
 
 // own is a ServicePort with what is to change in its chains.
@@ -209,7 +194,7 @@ func (f *fullSync) services(services []*plan.ServicePort) error {
 		missing, other := own{sp: sp}, own{sp: sp}
 		chains := f.rules.enter(sp)
 		for _, c := range chains {
-			f.want(names.NAT, c.Name)
+			f.wanted[tableChainName{c.Table, c.Name}] = true
 		}
 		for _, c := range f.differing(chains...) {
 			if c.Exists {
@@ -218,15 +203,9 @@ func (f *fullSync) services(services []*plan.ServicePort) error {
 				missing.changes = append(missing.changes, c)
 			}
 		}
-		if r := f.stillRefused(sp); r != nil {
-			if r.entries {
-				f.refuseEntry(sp, r.Err)
-				continue
-			}
-			if len(missing.changes)+len(other.changes) > 0 {
-				f.workAround(sp, r.Err)
-				continue
-			}
+		if r := f.stillRefused(sp); r != nil && (r.entries || len(missing.changes)+len(other.changes) > 0) {
+			f.doWithout(r)
+			continue
 		}
 		if len(missing.changes) > 0 {
 			fresh = append(fresh, missing)
@@ -250,10 +229,7 @@ func (f *fullSync) writeAll(list []own) error {
 			step = append(step, o.changes...)
 		}
 		return f.write(step)
-	}, Refused: func(o own, err error) {
-		f.tried[o.sp.Key] = true
-		f.workAround(o.sp, err)
-	}}
+	}, Refused: func(o own, err error) { f.refuse(o.sp, false, err) }}
 	in := map[string]bool{}
 	first := 0
 	for i, o := range list {
@@ -302,22 +278,13 @@ func inOrder(changes []xtables.Change, order ...names.Table) []xtables.Change {
 // total is how many rules there are in chains of ours.
 func (f *fullSync) total() map[names.Table]int {
 	out := map[names.Table]int{}
-	for t, names := range f.wanted {
-		for name := range names {
-			out[t] += len(f.actual[t][name])
-		}
+	for c := range f.wanted {
+		out[c.table] += len(f.actual[c.table][c.name])
 	}
 	if f.rules.localnet() {
 		out[names.Filter]++ // the guard
 	}
 	return out
-}
-
-func (f *fullSync) want(t names.Table, name string) {
-	if f.wanted[t] == nil {
-		f.wanted[t] = map[string]bool{}
-	}
-	f.wanted[t][name] = true
 }
 
 // jumps puts the rules into built-in chains that are missing there, and opens node ports on localhost once their guard

@@ -56,30 +56,24 @@ func TestProgramsThatHang(t *testing.T) {
 
 // TestGuard: the guard of localhost node ports is put next to what the kubelet keeps in KUBE-FIREWALL, once.
 func TestGuard(t *testing.T) {
-	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
-		t.Run(string(v), func(t *testing.T) {
-			nstest.Run(t, func() {
-				sh(t, "iptables-"+string(v)+" -N KUBE-FIREWALL; iptables-"+string(v)+" -A KUBE-FIREWALL -m mark --mark 0x8000/0x8000 -j DROP")
-				p := plantest.Large(1, 1)
-				p.Settings.LocalhostNodePorts = true
-				for range 2 {
-					e := realEngine(t, v, plan.IPv4)
-					if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-						t.Fatal(err)
-					}
-					held, err := e.Kernel.Save(context.Background(), names.Filter)
-					if err != nil {
-						t.Fatal(err)
-					}
-					want := []string{"-m mark --mark 0x8000/0x8000 -j DROP", localnetGuard()}
-					if !slices.Equal(held[names.KubeletFirewall], want) {
-						t.Errorf("KUBE-FIREWALL holds %q", held[names.KubeletFirewall])
-					}
-				}
-				if readSysctl("net/ipv4/conf/all/route_localnet") != "1" {
-					t.Error("route_localnet is not set")
-				}
-			})
-		})
-	}
+	inVariants(t, func(t *testing.T, v xtables.Variant) {
+		sh(t, "iptables-"+string(v)+" -N KUBE-FIREWALL; iptables-"+string(v)+" -A KUBE-FIREWALL -m mark --mark 0x8000/0x8000 -j DROP")
+		p := plantest.Large(1, 1)
+		p.Settings.LocalhostNodePorts = true
+		for range 2 {
+			e := realEngine(t, v, plan.IPv4)
+			program(t, e, p, plan.Everything())
+			held, err := e.Kernel.Save(context.Background(), names.Filter)
+			if err != nil {
+				t.Fatal(err)
+			}
+			want := []string{"-m mark --mark 0x8000/0x8000 -j DROP", localnetGuard()}
+			if !slices.Equal(held[names.KubeletFirewall], want) {
+				t.Errorf("KUBE-FIREWALL holds %q", held[names.KubeletFirewall])
+			}
+		}
+		if readSysctl("net/ipv4/conf/all/route_localnet") != "1" {
+			t.Error("route_localnet is not set")
+		}
+	})
 }

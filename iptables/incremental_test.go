@@ -61,9 +61,7 @@ func checkSteps(t *rapid.T, f plan.Family, plans []*plan.Plan) {
 		if err := e.Sync(context.Background(), p, change); err != nil {
 			t.Fatalf("step %d: %v", i, err)
 		}
-		if got, want := textOfKernel(k), wantText(p, f); got != want {
-			t.Fatalf("after step %d the kernel holds something else than a full render says:\n%s", i, diffLines(want, got))
-		}
+		same(t, fmt.Sprintf("after step %d the kernel holds something else than a full render says", i), textOfKernel(k), wantText(p, f))
 		if want := ruleTotals(k); fmt.Sprint(o.total) != fmt.Sprint(want) {
 			t.Fatalf("after step %d: told of %v rules, the kernel holds %v", i, o.total, want)
 		}
@@ -104,12 +102,8 @@ func TestPortionsEqualFull(t *testing.T) {
 		queue := portion.New(rapid.IntRange(1, 20).Draw(t, "most"))
 		program := func(desired *plan.Plan, change plan.Change) {
 			p, change := queue.Next(desired, change)
-			if err := e.Sync(context.Background(), p, change); err != nil {
-				t.Fatal(err)
-			}
-			if got, want := textOfKernel(k), wantText(p, f); got != want {
-				t.Fatalf("the kernel holds something else than a full render says:\n%s", diffLines(want, got))
-			}
+			program(t, e, p, change)
+			same(t, "the kernel holds something else than a full render says", textOfKernel(k), wantText(p, f))
 		}
 		plans := rapid.SliceOfN(plantest.Plans(), 2, 4).Draw(t, "plans")
 		for i, p := range plans {
@@ -127,9 +121,7 @@ func TestPortionsEqualFull(t *testing.T) {
 		for queue.Waiting() > 0 {
 			program(last, plan.Only(nil))
 		}
-		if got, want := textOfKernel(k), wantText(last, f); got != want {
-			t.Fatalf("in the end the kernel holds something else:\n%s", diffLines(want, got))
-		}
+		same(t, "in the end the kernel holds something else", textOfKernel(k), wantText(last, f))
 	})
 }
 
@@ -148,16 +140,10 @@ func fullFromAnything(t *testing.T, plans *rapid.Generator[*plan.Plan]) {
 		e, k := fakeEngine(plan.IPv4)
 		e.MaxNames = rapid.SampledFrom([]int{xtables.MaxNames, 40, 0}).Draw(t, "batch")
 		for i, p := range rapid.SliceOfN(plans, 2, 3).Draw(t, "plans") {
-			if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-				t.Fatal(err)
-			}
-			if got, want := textOfKernel(k), wantText(p, plan.IPv4); got != want {
-				t.Fatalf("after step %d:\n%s", i, diffLines(want, got))
-			}
+			program(t, e, p, plan.Everything())
+			same(t, fmt.Sprintf("after step %d", i), textOfKernel(k), wantText(p, plan.IPv4))
 			k.Restores = nil
-			if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-				t.Fatal(err)
-			}
+			program(t, e, p, plan.Everything())
 			if len(k.Restores) > 0 {
 				t.Fatalf("a second sync of the same plan wrote\n%s", strings.Join(k.Restores, "\n"))
 			}
@@ -171,15 +157,11 @@ func TestOneChangeWritesOneService(t *testing.T) {
 	e, k := fakeEngine(plan.IPv4)
 	e.options.CompactAbove = 0
 	p := plantest.Large(400, 2)
-	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	program(t, e, p, plan.Everything())
 	sync := func(sp *plan.ServicePort) string {
 		k.Restores = nil
 		p.Set(sp)
-		if err := e.Sync(context.Background(), p, plan.Only(plan.Keys{sp.Key: {}})); err != nil {
-			t.Fatal(err)
-		}
+		program(t, e, p, plan.Only(plan.Keys{sp.Key: {}}))
 		return strings.Join(k.Restores, "")
 	}
 	if text := sync(plantest.LargeService(17, 5000, 2)); strings.Count(text, "\n:") != 5 {
@@ -250,9 +232,7 @@ func TestWithoutBPF(t *testing.T) {
 	e, k := fakeEngine(plan.IPv4)
 	k.Refuse = "-m bpf"
 	p := plantest.Large(20, 2)
-	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	program(t, e, p, plan.Everything())
 	if !strings.Contains(textOfKernel(k), names.PrefixEndpoint) {
 		t.Error("no endpoint has a chain")
 	}
@@ -288,11 +268,7 @@ func TestFrontendChangesHands(t *testing.T) {
 		if i == 0 {
 			change = plan.Everything()
 		}
-		if err := e.Sync(context.Background(), p, change); err != nil {
-			t.Fatal(err)
-		}
+		program(t, e, p, change)
 	}
-	if got, want := textOfKernel(k), wantText(second, plan.IPv4); got != want {
-		t.Fatalf("the kernel holds something else than a full render says:\n%s", diffLines(want, got))
-	}
+	same(t, "the kernel holds something else than a full render says", textOfKernel(k), wantText(second, plan.IPv4))
 }

@@ -131,12 +131,8 @@ func frontendOf(rule string) (f plan.Frontend, ok bool) {
 	words := strings.Fields(rule)
 	for i := 0; i+1 < len(words); i++ {
 		value := words[i+1]
-		negated := i > 0 && words[i-1] == "!"
-		switch words[i] {
-		case "-d", "-p", "--dport":
-			if negated {
-				return f, false
-			}
+		if i > 0 && words[i-1] == "!" && slices.Contains([]string{"-d", "-p", "--dport"}, words[i]) {
+			return f, false
 		}
 		switch words[i] {
 		case "-d":
@@ -189,14 +185,14 @@ func (f *fullSync) enterKept() error {
 
 // keepChains keeps a chain of a ServicePort that is not known, and those that it leads to, as they were at first.
 func (f *fullSync) keepChains(k *kept, name string) {
-	if !names.OfService(name) || f.wanted[names.NAT][name] {
+	if !names.OfService(name) || f.wanted[tableChainName{names.NAT, name}] {
 		return
 	}
 	first := f.engine.kept.chains
 	if _, known := first[name]; !known {
 		first[name] = f.actual[names.NAT][name]
 	}
-	f.want(names.NAT, name)
+	f.wanted[tableChainName{names.NAT, name}] = true
 	k.chains[name] = first[name]
 	for _, r := range first[name] {
 		f.keepChains(k, xtables.Target(r))

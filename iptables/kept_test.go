@@ -1,7 +1,6 @@
 package iptables
 
 import (
-	"context"
 	"fmt"
 	"maps"
 	"testing"
@@ -71,9 +70,7 @@ func TestPartialPlan(t *testing.T) {
 		compact := rapid.SampledFrom([]int{0, 1, 10, 40})
 		first, k := fakeEngine(f)
 		first.options.CompactAbove = compact.Draw(t, "compact above")
-		if err := first.Sync(context.Background(), c.Plan, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		program(t, first, c.Plan, plan.Everything())
 		before := led(k)
 		e, _ := fakeEngine(f)
 		e.Kernel, e.MaxNames = k, 0
@@ -99,18 +96,14 @@ func TestPartialPlan(t *testing.T) {
 		k.Changed = check
 		some := partial(t, c.Plan)
 		unknown += len(c.Plan.Services) - len(some.Services)
-		if err := e.Sync(context.Background(), some, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		program(t, e, some, plan.Everything())
 		check()
 		a, b := newRules(c.Plan, f, first.options), newRules(some, f, e.options)
 		if a.compact == b.compact && fmt.Sprint(a.ranges) == fmt.Sprint(b.ranges) && led(k) != before {
 			t.Fatalf("the kernel holds something else than before:\n%s", diffLines(before, led(k)))
 		}
 		k.Restores = nil
-		if err := e.Sync(context.Background(), some, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		program(t, e, some, plan.Everything())
 		if len(k.Restores) > 0 || !e.Compared || len(e.Found) > 0 {
 			t.Fatalf("a second comparison found %+v and wrote %q", e.Found, k.Restores)
 		}
@@ -124,22 +117,11 @@ func TestPartialPlan(t *testing.T) {
 				changed.Add(key)
 			}
 		}
-		if err := e.Sync(context.Background(), more, plan.Only(changed)); err != nil {
-			t.Fatal(err)
-		}
+		program(t, e, more, plan.Only(changed))
 		check()
 		more.Partial = false
-		if err := e.Sync(context.Background(), more, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
-		fresh, want := fakeEngine(f)
-		fresh.options = e.options
-		if err := fresh.Sync(context.Background(), more, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
-		if textOfKernel(k) != textOfKernel(want) {
-			t.Fatalf("when all is known:\n%s", diffLines(textOfKernel(want), textOfKernel(k)))
-		}
+		program(t, e, more, plan.Everything())
+		same(t, "when all is known", textOfKernel(k), wantOf(more, e))
 	})
 	if seen == 0 || unknown == 0 {
 		t.Error("nothing was tried")
@@ -160,18 +142,11 @@ func TestRefusedBesideUnknown(t *testing.T) {
 			if !keeps { // The kernel has never taken it.
 				all.Delete(key)
 			}
-			if err := first.Sync(t.Context(), all, plan.Everything()); err != nil {
-				t.Fatal(err)
-			}
+			program(t, first, all, plan.Everything())
 			before := textOfKernel(k)
 			all.Set(plantest.LargeService(refused, 5000, 3))
-			some := plan.New(all.Node, all.Settings)
+			some := without(all, plantest.LargeService(unknown, 0, 3).Key)
 			some.Partial = true
-			for _, sp := range all.Sorted(plan.IPv4) {
-				if sp.Key != plantest.LargeService(unknown, 0, 3).Key {
-					some.Set(sp)
-				}
-			}
 			e, _ := fakeEngine(plan.IPv4)
 			e.Kernel, e.options.CompactAbove = k, compactAbove
 			k.Refuse = ":" + serviceChain(names.PrefixCluster, key) + " "
@@ -181,9 +156,7 @@ func TestRefusedBesideUnknown(t *testing.T) {
 					k.Restores = nil
 					err := e.Sync(t.Context(), p, plan.Everything())
 					refusedAlone(t, e, err, key, keeps)
-					if got := textOfKernel(k); got != want {
-						t.Errorf("%s, kept %v:\n%s", when, keeps, diffLines(want, got))
-					}
+					same(t, fmt.Sprintf("%s, kept %v", when, keeps), textOfKernel(k), want)
 					if comparison > 0 && (len(k.Restores) > 0 || !e.Compared || len(e.Found) > 0) {
 						t.Errorf("%s, kept %v: a comparison writes %q, finds %v", when, keeps, k.Restores, e.Found)
 					}
@@ -194,36 +167,15 @@ func TestRefusedBesideUnknown(t *testing.T) {
 			other := plantest.LargeService(30, 6000, 2)
 			all.Set(other)
 			some.Set(other)
-			if err := e.Sync(t.Context(), some, plan.Only(plan.Keys{other.Key: {}})); err != nil {
-				t.Error(err)
-			}
-			fresh := func(p *plan.Plan) string {
-				e, k := fakeEngine(plan.IPv4)
-				e.options.CompactAbove = compactAbove
-				if err := e.Sync(t.Context(), p, plan.Everything()); err != nil {
-					t.Fatal(err)
-				}
-				return textOfKernel(k)
-			}
-			without := plan.New(all.Node, all.Settings)
-			for _, sp := range all.Sorted(plan.IPv4) {
-				without.Set(sp)
-			}
-			without.Delete(key)
+			program(t, e, some, plan.Only(plan.Keys{other.Key: {}}))
+			served := without(all, key)
 			if keeps {
-				without.Set(plantest.LargeService(refused, 3*refused, 3))
+				served.Set(plantest.LargeService(refused, 3*refused, 3))
 			}
-			want := fresh(without)
+			want := wantOf(served, e)
 			held("another one has changed", some, want)
 			held("all is known", all, want)
-			k.Refuse = ""
-			makeDue(e)
-			if err := e.Sync(t.Context(), all, plan.Everything()); err != nil || len(e.refused) > 0 {
-				t.Errorf("no longer refused: %v, refused %v", err, e.refused)
-			}
-			if got, want := textOfKernel(k), fresh(all); got != want {
-				t.Errorf("no longer refused:\n%s", diffLines(want, got))
-			}
+			mended(t, e, k, all)
 		}
 	}
 }
@@ -234,23 +186,12 @@ func TestRefusedOnceKnown(t *testing.T) {
 	const number = 17
 	all := plantest.Large(50, 3)
 	first, k := fakeEngine(plan.IPv4)
-	if err := first.Sync(t.Context(), all, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	program(t, first, all, plan.Everything())
 	before := textOfKernel(k)
 	late := plantest.LargeService(number, 5000, 3)
-	plans := [2]*plan.Plan{plan.New(all.Node, all.Settings), plan.New(all.Node, all.Settings)}
-	for i, p := range plans {
-		p.Partial = true
-		for _, sp := range all.Sorted(plan.IPv4) {
-			if sp.Key != late.Key {
-				p.Set(sp)
-			}
-		}
-		if i == 1 {
-			p.Set(late)
-		}
-	}
+	plans := [2]*plan.Plan{without(all, late.Key), without(all, late.Key)}
+	plans[0].Partial, plans[1].Partial = true, true
+	plans[1].Set(late)
 	e, _ := fakeEngine(plan.IPv4)
 	e.Kernel = k
 	k.Refuse = ":" + serviceChain(names.PrefixCluster, late.Key) + " "
@@ -260,20 +201,10 @@ func TestRefusedOnceKnown(t *testing.T) {
 	for _, change := range []plan.Change{plan.Only(plan.Keys{late.Key: {}}), plan.Everything(), plan.Everything()} {
 		err := e.Sync(t.Context(), plans[1], change)
 		refusedAlone(t, e, err, late.Key, true)
-		if got := textOfKernel(k); got != before {
-			t.Errorf("known and refused:\n%s", diffLines(before, got))
-		}
+		same(t, "known and refused", textOfKernel(k), before)
 	}
 	if !e.Compared || len(e.Found) > 0 {
 		t.Errorf("a comparison finds %v", e.Found)
 	}
-	k.Refuse = ""
-	makeDue(e)
-	if err := e.Sync(t.Context(), plans[1], plan.Everything()); err != nil || len(e.refused) > 0 {
-		t.Errorf("no longer refused: %v, refused %v", err, e.refused)
-	}
-	all.Set(late)
-	if got, want := textOfKernel(k), wantText(all, plan.IPv4); got != want {
-		t.Errorf("no longer refused:\n%s", diffLines(want, got))
-	}
+	mended(t, e, k, plans[1])
 }

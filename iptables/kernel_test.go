@@ -31,6 +31,49 @@ func realEngine(t rapid.TB, v xtables.Variant, f plan.Family) *engine {
 	return e
 }
 
+// inVariants runs a test or benchmark by each variant of iptables, in a network namespace of its own.
+func inVariants[T interface {
+	testing.TB
+	Run(name string, f func(T)) bool
+}](t T, f func(t T, v xtables.Variant)) {
+	t.Helper()
+	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
+		t.Run(string(v), func(t T) {
+			if t, is := any(t).(*testing.T); is {
+				t.Parallel()
+			}
+			nstest.Enter(t)
+			f(t, v)
+		})
+	}
+}
+
+// inAll is inVariants for each family.
+func inAll(t *testing.T, test func(t *testing.T, v xtables.Variant, f plan.Family)) {
+	t.Helper()
+	for _, f := range plan.Families {
+		t.Run(f.String(), func(t *testing.T) {
+			inVariants(t, func(t *testing.T, v xtables.Variant) { test(t, v, f) })
+		})
+	}
+}
+
+// program syncs, which is to succeed.
+func program(t rapid.TB, e *engine, p *plan.Plan, change plan.Change) {
+	t.Helper()
+	if err := e.Sync(context.Background(), p, change); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// same shows in what two texts differ, if they do.
+func same(t rapid.TB, when, got, want string) {
+	t.Helper()
+	if got != want {
+		t.Errorf("%s:\n%s", when, diffLines(want, got))
+	}
+}
+
 // testOptions make compact rules of most random plans and of all large ones.
 var testOptions = Options{MasqueradeBit: 14, RandomFully: true, CompactAbove: 12}
 
@@ -84,29 +127,18 @@ func textOf(tables map[names.Table][]xtables.Chain) string {
 // TestKernelShowsWhatWasWritten holds the premise of comparing rules as text: what iptables-save prints of a rule is what
 // the rule was written as.
 func TestKernelShowsWhatWasWritten(t *testing.T) {
-	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
-		for _, f := range plan.Families {
-			t.Run(fmt.Sprintf("%s %s", v, f), func(t *testing.T) {
-				t.Parallel()
-				nstest.Run(t, func() {
-					rapid.Check(t, func(t *rapid.T) {
-						p := plantest.Plans().Draw(t, "plan")
-						e := realEngine(t, v, f)
-						if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-							t.Fatal(err)
-						}
-						if got, want := ours(t, e.Kernel), wantText(p, f); got != want {
-							t.Fatalf("the kernel holds something else than was written:\n%s", diffLines(want, got))
-						}
-						if e.current == nil {
-							t.Fatal("the engine does not know what the kernel holds")
-						}
-						compareAgain(t, e, p)
-					})
-				})
-			})
-		}
-	}
+	inAll(t, func(t *testing.T, v xtables.Variant, f plan.Family) {
+		rapid.Check(t, func(t *rapid.T) {
+			p := plantest.Plans().Draw(t, "plan")
+			e := realEngine(t, v, f)
+			program(t, e, p, plan.Everything())
+			same(t, "the kernel holds something else than was written", ours(t, e.Kernel), wantText(p, f))
+			if e.current == nil {
+				t.Fatal("the engine does not know what the kernel holds")
+			}
+			compareAgain(t, e, p)
+		})
+	})
 }
 
 // compareAgain compares everything once more, which is to find nothing and write nothing.
@@ -114,9 +146,7 @@ func compareAgain(t rapid.TB, e *engine, p *plan.Plan) {
 	noted := &notedRestores{Kernel: e.Kernel}
 	e.Kernel = noted
 	defer func() { e.Kernel = noted.Kernel }()
-	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	program(t, e, p, plan.Everything())
 	if len(noted.texts) > 0 {
 		t.Fatalf("a second comparison wrote\n%s", strings.Join(noted.texts, "\n"))
 	}
@@ -161,48 +191,42 @@ func diffLines(want, got string) string {
 // later than that rule.
 func TestChainInUse(t *testing.T) {
 	t.Parallel()
-	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
-		t.Run(string(v), func(t *testing.T) {
-			t.Parallel()
-			nstest.Enter(t)
-			e := realEngine(t, v, plan.IPv4)
-			p := plantest.Large(1, 3)
-			sp := p.Sorted(plan.IPv4)[0]
-			sync := func(change plan.Change) error { return e.Sync(t.Context(), p, change) }
+	inVariants(t, func(t *testing.T, v xtables.Variant) {
+		e := realEngine(t, v, plan.IPv4)
+		p := plantest.Large(1, 3)
+		sp := p.Sorted(plan.IPv4)[0]
+		sync := func(change plan.Change) error { return e.Sync(t.Context(), p, change) }
+		if err := sync(plan.Everything()); err != nil {
+			t.Fatal(err)
+		}
+		name := ""
+		for _, c := range newRules(p, plan.IPv4, testOptions).enter(sp) {
+			if strings.HasPrefix(c.Name, "KUBE-SVC-") {
+				name = c.Name
+			}
+		}
+		others := "*nat\n:OTHERS - [0:0]\n-A OTHERS -p tcp -j " + name + "\nCOMMIT\n"
+		if err := e.Kernel.Restore(others); err != nil {
+			t.Fatal(err)
+		}
+		p.Delete(sp.Key)
+		_ = sync(plan.Only(plan.Keys{sp.Key: {}})) // It fails, and the next one compares everything.
+		for range 2 {
 			if err := sync(plan.Everything()); err != nil {
-				t.Fatal(err)
+				t.Fatalf("a sync with a chain in use: %v", err)
 			}
-			name := ""
-			for _, c := range newRules(p, plan.IPv4, testOptions).enter(sp) {
-				if strings.HasPrefix(c.Name, "KUBE-SVC-") {
-					name = c.Name
-				}
+			held, err := e.Kernel.Save(t.Context(), names.NAT)
+			if rules, is := held[name]; err != nil || !is || len(rules) > 0 || len(held["OTHERS"]) != 1 {
+				t.Errorf("the chain in use is there: %v, with rules %q; the other program's has %q; %v", is, rules, held["OTHERS"], err)
 			}
-			others := "*nat\n:OTHERS - [0:0]\n-A OTHERS -p tcp -j " + name + "\nCOMMIT\n"
-			if err := e.Kernel.Restore(others); err != nil {
-				t.Fatal(err)
-			}
-			p.Delete(sp.Key)
-			_ = sync(plan.Only(plan.Keys{sp.Key: {}})) // It fails, and the next one compares everything.
-			for range 2 {
-				if err := sync(plan.Everything()); err != nil {
-					t.Fatalf("a sync with a chain in use: %v", err)
-				}
-				held, err := e.Kernel.Save(t.Context(), names.NAT)
-				if rules, is := held[name]; err != nil || !is || len(rules) > 0 || len(held["OTHERS"]) != 1 {
-					t.Errorf("the chain in use is there: %v, with rules %q; the other program's has %q; %v", is, rules, held["OTHERS"], err)
-				}
-			}
-			compareAgain(t, e, p)
-			if err := e.Kernel.Restore("*nat\n:OTHERS - [0:0]\n-X OTHERS\nCOMMIT\n"); err != nil {
-				t.Fatal(err)
-			}
-			if err := sync(plan.Everything()); err != nil {
-				t.Fatal(err)
-			}
-			if got, want := ours(t, e.Kernel), wantText(p, plan.IPv4); got != want {
-				t.Errorf("in the end:\n%s", diffLines(want, got))
-			}
-		})
-	}
+		}
+		compareAgain(t, e, p)
+		if err := e.Kernel.Restore("*nat\n:OTHERS - [0:0]\n-X OTHERS\nCOMMIT\n"); err != nil {
+			t.Fatal(err)
+		}
+		if err := sync(plan.Everything()); err != nil {
+			t.Fatal(err)
+		}
+		same(t, "in the end", ours(t, e.Kernel), wantText(p, plan.IPv4))
+	})
 }

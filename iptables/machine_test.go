@@ -14,23 +14,13 @@ import (
 
 // TestMachine: what is rendered for one packet leads it where all that is rendered does, by the same rules.
 func TestMachine(t *testing.T) {
-	t.Parallel()
-	rapid.Check(t, func(t *rapid.T) {
-		c := plantest.Clusters().Draw(t, "cluster")
-		options := drawOptions(t)
-		for _, f := range plan.Families {
-			all := parse(t, f, iptables.Render(c.Plan, f, options))
-			for range packetsPerPlan / 3 {
-				pkt := c.Packets(f).Draw(t, "packet")
-				m, err := iptables.Machine(c.Plan, c.Plan.Near(pkt), f, options)
-				if err != nil {
-					t.Fatal(err)
-				}
-				node := packetsim.Node{Local: c.Local}
-				if want, got := plantest.Ways(trace(t, all, pkt, node)), plantest.Ways(trace(t, m, pkt, node)); got != want {
-					t.Fatalf("%s goes\n%swant\n%s", pkt, got, want)
-				}
-			}
+	eachPacket(t, packetsPerPlan/3, iptables.Render, func(t *rapid.T, d drawn, pkt plan.Packet) {
+		m, err := iptables.Machine(d.Plan, d.Plan.Near(pkt), d.family, d.options)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if want, got := plantest.Ways(trace(t, d.rules, pkt, d.node())), plantest.Ways(trace(t, m, pkt, d.node())); got != want {
+			t.Fatalf("%s goes\n%swant\n%s", pkt, got, want)
 		}
 	})
 }

@@ -44,17 +44,6 @@ func builtinChains(t *testing.T, f plan.Family) {
 	}
 }
 
-// countingKernel notes what is written.
-type countingKernel struct {
-	xtables.Kernel
-	writes []string
-}
-
-func (k *countingKernel) Restore(text string) error {
-	k.writes = append(k.writes, text)
-	return k.Kernel.Restore(text)
-}
-
 // TestNativeRules: beside rules that only nft can read, in any table, nothing is taken for missing, and nothing is written again;
 // changes are; and a start finds all as it was left.
 func TestNativeRules(t *testing.T) {
@@ -70,16 +59,14 @@ func TestNativeRules(t *testing.T) {
 
 func besideNativeRules(t *testing.T, add, rule string) {
 	e := realEngine(t, xtables.NFT, plan.IPv4)
-	k := &countingKernel{Kernel: e.Kernel}
+	k := &notedRestores{Kernel: e.Kernel}
 	e.Kernel = k
 	var told []xtables.NativeRules
 	k.Kernel.(*xtables.Program).OnNativeRules = func(n xtables.NativeRules) { told = append(told, n) }
 	p := plantest.Large(30, 3)
 	sync := func(e *engine) {
 		t.Helper()
-		if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-			t.Error(err)
-		}
+		program(t, e, p, plan.Everything())
 	}
 	sync(e)
 	want := ours(t, e.Kernel)
@@ -90,22 +77,20 @@ func besideNativeRules(t *testing.T, add, rule string) {
 	addNative(t, add, plan.IPv4, rule)
 	table, chain := strings.Fields(rule)[1], strings.Fields(rule)[2]
 
-	k.writes = nil
+	k.texts = nil
 	sync(e)
-	if len(k.writes) > 0 || !e.Compared || len(e.Found) > 0 {
-		t.Errorf("beside a native rule, %q is written, and %v is found to differ", k.writes, e.Found)
+	if len(k.texts) > 0 || !e.Compared || len(e.Found) > 0 {
+		t.Errorf("beside a native rule, %q is written, and %v is found to differ", k.texts, e.Found)
 	}
-	if got := readable(); got != want {
-		t.Errorf("what is read is not what is there:\n%s", diffLines(want, got))
-	}
+	same(t, "what is read is not what is there", readable(), want)
 	if table != "mangle" && (len(told) != 1 || told[0].Table != table || !slices.Equal(told[0].Chains, []string{chain})) {
 		t.Errorf("told of %v", told)
 	}
 	fresh := realEngine(t, xtables.NFT, plan.IPv4)
-	counted := &countingKernel{Kernel: fresh.Kernel}
+	counted := &notedRestores{Kernel: fresh.Kernel}
 	fresh.Kernel = counted
-	if sync(fresh); len(counted.writes) > 0 {
-		t.Errorf("a start writes %q", counted.writes)
+	if sync(fresh); len(counted.texts) > 0 {
+		t.Errorf("a start writes %q", counted.texts)
 	}
 	// A Service that changes, one that goes, a jump that somebody removes.
 	p.Set(plantest.LargeService(3, 5000, 2))
@@ -117,13 +102,9 @@ func besideNativeRules(t *testing.T, add, rule string) {
 	if !e.Compared || len(e.Found) != 1 {
 		t.Errorf("of one jump that is missing, %v is told", e.Found)
 	}
-	if got, want := readable(), wantText(p, plan.IPv4); got != want {
-		t.Errorf("after a change:\n%s", diffLines(want, got))
-	}
+	same(t, "after a change", readable(), wantText(p, plan.IPv4))
 	removeNative(t, table, chain)
-	if got, want := ours(t, e.Kernel), wantText(p, plan.IPv4); got != want {
-		t.Errorf("as iptables-save reads it:\n%s", diffLines(want, got))
-	}
+	same(t, "as iptables-save reads it", ours(t, e.Kernel), wantText(p, plan.IPv4))
 	if table != "mangle" && (len(told) != 2 || len(told[1].Chains) > 0) {
 		t.Errorf("told of %v", told)
 	}
@@ -156,22 +137,16 @@ func TestNativeRuleInOurChain(t *testing.T) {
 		p := plantest.Large(30, 3)
 		own := serviceChain(names.PrefixCluster, p.Sorted(plan.IPv4)[3].Key)
 		for range 2 {
-			if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-				t.Fatal(err)
-			}
+			program(t, e, p, plan.Everything())
 		}
 		want := wantText(p, plan.IPv4)
 		for _, chain := range []string{names.Services, own, names.Postrouting} {
 			addNative(t, "insert", plan.IPv4, "{} nat "+chain+" ct state new counter")
-			if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-				t.Error(err)
-			}
+			program(t, e, p, plan.Everything())
 			if !e.Compared || len(e.Found) != 1 || !strings.Contains(e.Found.Words(1), "chain "+chain+" of table nat (IPv4): it holds rules") {
 				t.Errorf("%s: found %v", chain, e.Found)
 			}
-			if got := ours(t, e.Kernel); got != want {
-				t.Errorf("%s:\n%s", chain, diffLines(want, got))
-			}
+			same(t, chain, ours(t, e.Kernel), want)
 		}
 	})
 }
@@ -192,21 +167,17 @@ func TestManyNativeChains(t *testing.T) {
 			nstest.Run(t, func() {
 				e := realEngine(t, xtables.NFT, plan.IPv4)
 				p := plantest.Large(30, 3)
-				if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-					t.Fatal(err)
-				}
+				program(t, e, p, plan.Everything())
 				sh(t, strings.Join(commands, "\n"))
 				sh(t, "nft insert rule ip nat POSTROUTING ct state new counter")
 				p.Set(plantest.LargeService(3, 5000, 2))
-				k := &countingKernel{Kernel: e.Kernel}
+				k := &notedRestores{Kernel: e.Kernel}
 				e.Kernel = k
 				for _, want := range []bool{true, false} {
-					k.writes = nil
-					if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-						t.Fatal(err)
-					}
-					if len(k.writes) > 0 != want {
-						t.Errorf("%q is written", k.writes)
+					k.texts = nil
+					program(t, e, p, plan.Everything())
+					if len(k.texts) > 0 != want {
+						t.Errorf("%q is written", k.texts)
 					}
 				}
 				others := func(line string) bool {
@@ -240,15 +211,13 @@ table ip filter {
 		p := plantest.Large(30, 3)
 		for range 3 {
 			e := realEngine(t, xtables.NFT, plan.IPv4)
-			k := &countingKernel{Kernel: e.Kernel}
+			k := &notedRestores{Kernel: e.Kernel}
 			e.Kernel = k
 			for i := range 2 {
-				k.writes = nil
-				if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-					t.Fatal(err)
-				}
-				if i > 0 && (len(k.writes) > 0 || len(e.Found) > 0) {
-					t.Errorf("a comparison finds %v and writes %q", e.Found, k.writes)
+				k.texts = nil
+				program(t, e, p, plan.Everything())
+				if i > 0 && (len(k.texts) > 0 || len(e.Found) > 0) {
+					t.Errorf("a comparison finds %v and writes %q", e.Found, k.texts)
 				}
 			}
 			if got, want := ours(t, e.Kernel), wantText(p, plan.IPv4); got != want {

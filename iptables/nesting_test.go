@@ -9,7 +9,6 @@ import (
 
 	"pgregory.net/rapid"
 
-	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/kernel/xtables/xtablestest"
@@ -125,54 +124,45 @@ func TestNestingWhileWriting(t *testing.T) {
 	e.options.CompactAbove = 0
 	e.MaxNames = 5
 	for _, p := range []*plan.Plan{few, many, few} {
-		if err := e.Sync(t.Context(), p, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
-		if got, want := textOfKernel(k), textOf(desired(p, plan.IPv4, e.options)); got != want {
-			t.Fatalf("the kernel holds something else:\n%s", diffLines(want, got))
-		}
+		program(t, e, p, plan.Everything())
+		same(t, "the kernel holds something else", textOfKernel(k), textOf(desired(p, plan.IPv4, e.options)))
 	}
 }
 
 // TestNestedPrograms: plans with the deepest nesting are programmed by the kernel, on an empty node and as changes.
 func TestNestedPrograms(t *testing.T) {
 	t.Parallel()
-	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
-		for _, f := range plan.Families {
-			for name, p := range map[string]*plan.Plan{"pools": plantest.Pools(f), "crossed": plantest.Crossed(f)} {
-				t.Run(fmt.Sprintf("%s %s %s", v, f, name), func(t *testing.T) {
-					nstest.Enter(t)
-					e := realEngine(t, v, f)
-					e.options = Options{MasqueradeBit: 14, RandomFully: true}
-					if err := e.Sync(t.Context(), p, plan.Everything()); err != nil {
-						t.Fatalf("%.800v", err)
+	for name, planOf := range map[string]func(plan.Family) *plan.Plan{"pools": plantest.Pools, "crossed": plantest.Crossed} {
+		t.Run(name, func(t *testing.T) {
+			inAll(t, func(t *testing.T, v xtables.Variant, f plan.Family) {
+				p, e := planOf(f), realEngine(t, v, f)
+				e.options = Options{MasqueradeBit: 14, RandomFully: true}
+				if err := e.Sync(t.Context(), p, plan.Everything()); err != nil {
+					t.Fatalf("%.800v", err)
+				}
+				check := func(after string, p *plan.Plan) {
+					t.Helper()
+					same(t, fmt.Sprintf("after %s the kernel holds something else", after), ours(t, e.Kernel), textOf(desired(p, f, e.options)))
+				}
+				check("the first sync", p)
+				fewer := plan.New(p.Node, p.Settings)
+				gone := plan.Keys{}
+				for i, sp := range p.Sorted(f) {
+					if i%3 == 0 {
+						fewer.Set(sp)
+					} else {
+						gone.Add(sp.Key)
 					}
-					check := func(after string, p *plan.Plan) {
-						t.Helper()
-						if got, want := ours(t, e.Kernel), textOf(desired(p, f, e.options)); got != want {
-							t.Fatalf("after %s the kernel holds something else:\n%s", after, diffLines(want, got))
-						}
-					}
-					check("the first sync", p)
-					fewer := plan.New(p.Node, p.Settings)
-					gone := plan.Keys{}
-					for i, sp := range p.Sorted(f) {
-						if i%3 == 0 {
-							fewer.Set(sp)
-						} else {
-							gone.Add(sp.Key)
-						}
-					}
-					if err := e.Sync(t.Context(), fewer, plan.Only(gone)); err != nil {
-						t.Fatalf("%.800v", err)
-					}
-					check("most have gone", fewer)
-					if err := e.Sync(t.Context(), p, plan.Only(gone)); err != nil {
-						t.Fatalf("%.800v", err)
-					}
-					check("they are back", p)
-				})
-			}
-		}
+				}
+				if err := e.Sync(t.Context(), fewer, plan.Only(gone)); err != nil {
+					t.Fatalf("%.800v", err)
+				}
+				check("most have gone", fewer)
+				if err := e.Sync(t.Context(), p, plan.Only(gone)); err != nil {
+					t.Fatalf("%.800v", err)
+				}
+				check("they are back", p)
+			})
+		})
 	}
 }

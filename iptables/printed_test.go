@@ -1,12 +1,10 @@
 package iptables
 
 import (
-	"fmt"
 	"net/netip"
 	"strings"
 	"testing"
 
-	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
@@ -26,37 +24,32 @@ func TestAddressesAsPrinted(t *testing.T) {
 			"1:2:3:4:5:6:7:0/128", "0:0:1:2:3:4:5:6/128", "1:2:3:4:5:6::/128", "0:0:0:0:0:1:0:0/128", "::100:0/128", "::255.255.255.255/128",
 		},
 	}
-	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
-		for _, f := range plan.Families {
-			t.Run(fmt.Sprintf("%s %s", v, f), func(t *testing.T) {
-				nstest.Enter(t)
-				e := realEngine(t, v, f)
-				var rules []string
-				all := netip.PrefixFrom(netip.IPv4Unspecified(), 0)
-				if f == plan.IPv6 {
-					all = netip.PrefixFrom(netip.IPv6Unspecified(), 0)
-				}
-				rules = append(rules, xtables.NewRule().Src(all).Dst(all).Jump("RETURN"), xtables.NewRule().ConnectedTo(all).Jump("RETURN"))
-				for _, text := range prefixes[f] {
-					p := netip.MustParsePrefix(text).Masked()
-					rules = append(rules, xtables.NewRule().Src(p).Jump("RETURN"), xtables.NewRule().NotDst(p).Jump("RETURN"))
-					if p.IsSingleIP() {
-						rules = append(rules, xtables.NewRule().Proto(plan.TCP).Word("-m", "tcp").Jump("DNAT --to-destination "+netip.AddrPortFrom(p.Addr(), 80).String()))
-					}
-					rules = append(rules, xtables.NewRule().ConnectedTo(p).Jump("RETURN"))
-				}
-				c := xtables.Chain{Table: names.NAT, Name: "KUBE-SVC-TEST", Rules: rules}
-				if err := e.Write(t.Context(), nil, []xtables.Change{xtables.WriteChain(c)}); err != nil {
-					t.Fatal(err)
-				}
-				held, err := e.Kernel.Save(t.Context(), names.NAT)
-				if err != nil {
-					t.Fatal(err)
-				}
-				if got, want := strings.Join(held[c.Name], "\n"), strings.Join(rules, "\n"); got != want {
-					t.Errorf("written and printed differ:\n%s", diffLines(want, got))
-				}
-			})
+	inAll(t, func(t *testing.T, v xtables.Variant, f plan.Family) {
+		e := realEngine(t, v, f)
+		var rules []string
+		all := netip.PrefixFrom(netip.IPv4Unspecified(), 0)
+		if f == plan.IPv6 {
+			all = netip.PrefixFrom(netip.IPv6Unspecified(), 0)
 		}
-	}
+		rules = append(rules, xtables.NewRule().Src(all).Dst(all).Jump("RETURN"), xtables.NewRule().ConnectedTo(all).Jump("RETURN"))
+		for _, text := range prefixes[f] {
+			p := netip.MustParsePrefix(text).Masked()
+			rules = append(rules, xtables.NewRule().Src(p).Jump("RETURN"), xtables.NewRule().NotDst(p).Jump("RETURN"))
+			if p.IsSingleIP() {
+				rules = append(rules, xtables.NewRule().Proto(plan.TCP).Word("-m", "tcp").Jump("DNAT --to-destination "+netip.AddrPortFrom(p.Addr(), 80).String()))
+			}
+			rules = append(rules, xtables.NewRule().ConnectedTo(p).Jump("RETURN"))
+		}
+		c := xtables.Chain{Table: names.NAT, Name: "KUBE-SVC-TEST", Rules: rules}
+		if err := e.Write(t.Context(), nil, []xtables.Change{xtables.WriteChain(c)}); err != nil {
+			t.Fatal(err)
+		}
+		held, err := e.Kernel.Save(t.Context(), names.NAT)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got, want := strings.Join(held[c.Name], "\n"), strings.Join(rules, "\n"); got != want {
+			t.Errorf("written and printed differ:\n%s", diffLines(want, got))
+		}
+	})
 }

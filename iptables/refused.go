@@ -23,14 +23,14 @@ func (f *fullSync) works() bool {
 // any ServicePort was found to be refused since the last call: rules that lead to a chain that somebody has removed are refused too,
 // whoever asks for them, and no ServicePort is to blame for that. The next sync begins with what the kernel holds then.
 func (f *fullSync) confirm() error {
-	if len(f.tried) == f.confirmed {
+	if !f.unconfirmed {
 		return nil
 	}
 	if err := f.undisturbed(); err != nil {
 		f.refused = nil
 		return err
 	}
-	f.confirmed = len(f.tried)
+	f.unconfirmed = false
 	return nil
 }
 
@@ -62,30 +62,26 @@ type refusal struct {
 	sp      *plan.ServicePort // as it was refused
 	entries bool              // it was its entries in dispatchers, not its chains
 	wait    time.Duration
-	again   time.Time // when it may be tried again
+	again   time.Time // when it may be tried again; zero until the sync that found it has ended
 }
 
 // updateRefused notes what a sync of everything found to be refused, and reports it where it is not what it was before.
-func (e *engine) updateRefused(found []plan.Refusal, f *fullSync) {
+func (e *engine) updateRefused(found []*refusal) {
 	before := e.refused
 	e.refused = make(map[plan.Key]*refusal, len(found))
 	same := len(found) == len(before)
+	list := make([]plan.Refusal, 0, len(found))
 	for _, r := range found {
 		was := before[r.Key]
 		same = same && was != nil && was.Kept == r.Kept
-		if was != nil && !f.tried[r.Key] {
-			e.refused[r.Key] = was
-			continue
+		if r.again.IsZero() {
+			r.again = time.Now().Add(r.wait)
 		}
-		now := &refusal{Refusal: r, sp: f.asked[r.Key], entries: f.byEntries[r.Key], wait: firstRefusal}
-		if was != nil {
-			now.wait = min(2*was.wait, lastRefusal)
-		}
-		now.again = time.Now().Add(now.wait)
-		e.refused[r.Key] = now
+		e.refused[r.Key] = r
+		list = append(list, r.Refusal)
 	}
 	if !same && e.onRefused != nil {
-		e.onRefused(e.family, found)
+		e.onRefused(e.family, list)
 	}
 }
 
@@ -113,60 +109,57 @@ func sameButEndpoints(a, b *plan.ServicePort) bool {
 // stillRefused returns how a ServicePort was refused that is not to be tried yet; nil if it is to be tried.
 func (f *fullSync) stillRefused(sp *plan.ServicePort) *refusal {
 	if r := f.engine.refused[sp.Key]; r != nil && time.Now().Before(r.again) && r.sp.Equal(sp) {
-		return r
+		still := *r
+		still.sp = sp
+		return &still
 	}
 	return nil
 }
 
-// workAround makes do without the chains that the kernel does not take. Where all to which dispatchers lead are there already,
-// these go on leading to them, and what they were serves on: endpoints of before are better than none.
-func (f *fullSync) workAround(sp *plan.ServicePort, err error) {
-	f.rewrites = slices.DeleteFunc(f.rewrites, func(other own) bool { return other.sp == sp })
-	frag := f.rules.fragment(sp)
+// refuse makes do without a ServicePort that the kernel has just refused: its entries in dispatchers, or its chains.
+func (f *fullSync) refuse(sp *plan.ServicePort, entries bool, err error) {
+	r := &refusal{Refusal: plan.Refusal{Key: sp.Key, Err: err}, sp: sp, entries: entries, wait: firstRefusal}
+	if was := f.engine.refused[sp.Key]; was != nil {
+		r.wait = min(2*was.wait, lastRefusal)
+	}
+	f.unconfirmed = true
+	f.doWithout(r)
+}
+
+// doWithout makes do without what the kernel does not take of a ServicePort. Where that is not the entries in dispatchers, and all
+// chains to which those lead are there already, they go on leading to them, and what they were serves on: endpoints of before are
+// better than none.
+func (f *fullSync) doWithout(r *refusal) {
+	f.rewrites = slices.DeleteFunc(f.rewrites, func(other own) bool { return other.sp == r.sp })
+	frag := f.rules.fragment(r.sp)
 	missing := func(c xtables.Chain) bool { _, exists := f.actual[names.NAT][c.Name]; return !exists }
-	leaves := slices.ContainsFunc(frag.entries, func(e entry) bool {
+	leaves := r.entries || slices.ContainsFunc(frag.entries, func(e entry) bool {
 		return slices.ContainsFunc(frag.chains, func(c xtables.Chain) bool { return missing(c) && c.Name == xtables.Target(e.rules) })
 	})
-	if leaves {
-		f.rules.leave(sp)
-	}
 	for _, c := range frag.chains {
-		delete(f.wanted[names.NAT], c.Name)
+		delete(f.wanted, tableChainName{c.Table, c.Name})
 	}
-	if !leaves {
+	if leaves {
+		f.rules.leave(r.sp)
+	} else {
 		kept := fragment{entries: frag.entries}
 		for _, e := range frag.entries {
 			if to := xtables.Target(e.rules); f.actual[names.NAT][to] != nil {
 				f.keep(to, &kept)
 			}
 		}
-		f.rules.spared[sp.Key] = kept
+		f.rules.spared[r.Key] = kept
 	}
-	f.noteRefused(sp, !leaves, err)
-}
-
-func (f *fullSync) noteRefused(sp *plan.ServicePort, kept bool, err error) {
-	f.refused = append(f.refused, plan.Refusal{Key: sp.Key, Kept: kept, Err: err})
-	f.asked[sp.Key] = sp
-}
-
-// refuseEntry makes do without a ServicePort of which the kernel does not take the entries in dispatchers.
-func (f *fullSync) refuseEntry(sp *plan.ServicePort, err error) {
-	f.rewrites = slices.DeleteFunc(f.rewrites, func(other own) bool { return other.sp == sp })
-	for _, c := range f.rules.fragment(sp).chains {
-		delete(f.wanted[names.NAT], c.Name)
-	}
-	f.rules.leave(sp)
-	f.byEntries[sp.Key] = true
-	f.noteRefused(sp, false, err)
+	r.Kept = !leaves
+	f.refused = append(f.refused, r)
 }
 
 // keep wants a chain of table nat as the kernel has it, with all that it leads to.
 func (f *fullSync) keep(name string, kept *fragment) {
-	if f.wanted[names.NAT][name] {
+	if f.wanted[tableChainName{names.NAT, name}] {
 		return
 	}
-	f.want(names.NAT, name)
+	f.wanted[tableChainName{names.NAT, name}] = true
 	if names.OfService(name) { // All others are fixed.
 		kept.chains = append(kept.chains, xtables.Chain{Table: names.NAT, Name: name, Rules: f.actual[names.NAT][name]})
 	}
@@ -191,8 +184,7 @@ func (f *fullSync) refuseEntries() (bool, error) {
 	slices.SortFunc(all, func(a, b *plan.ServicePort) int { return a.Key.Compare(b.Key) })
 	before := len(f.refused)
 	search := xtables.Search[*plan.ServicePort]{Works: f.works, Try: f.trial, Refused: func(sp *plan.ServicePort, err error) {
-		f.tried[sp.Key] = true
-		f.refuseEntry(sp, err)
+		f.refuse(sp, true, err)
 	}}
 	if err := search.Run(all); err != nil {
 		return false, err

@@ -26,6 +26,31 @@ func refusedAlone(t *testing.T, e *engine, err error, key plan.Key, kept bool) {
 	}
 }
 
+// mended holds that once the kernel refuses nothing any more, it gets to hold a plan.
+func mended(t *testing.T, e *engine, k *xtablestest.Kernel, p *plan.Plan) {
+	t.Helper()
+	k.Refuse = ""
+	makeDue(e)
+	if err := e.Sync(t.Context(), p, plan.Everything()); err != nil || len(e.refused) > 0 {
+		t.Errorf("no longer refused: %v, refused %v", err, e.refused)
+	}
+	same(t, "no longer refused", textOfKernel(k), wantOf(p, e))
+}
+
+// wantOf is what an engine is to make of a plan.
+func wantOf(p *plan.Plan, e *engine) string { return textOf(desired(p, e.family, e.options)) }
+
+// without is a plan without a ServicePort.
+func without(p *plan.Plan, key plan.Key) *plan.Plan {
+	out := plan.New(p.Node, p.Settings)
+	for _, sp := range p.Services {
+		if sp.Key != key {
+			out.Set(sp)
+		}
+	}
+	return out
+}
+
 // makeDue lets what is refused be tried again at the next comparison.
 func makeDue(e *engine) {
 	for _, r := range e.refused {
@@ -41,65 +66,32 @@ func TestRefusedServiceDoesNotStopOthers(t *testing.T) {
 	k.Refuse = ":" + serviceChain(names.PrefixCluster, bad.Key) + " "
 	err := e.Sync(context.Background(), p, plan.Everything())
 	refusedAlone(t, e, err, bad.Key, false)
-	p.Delete(bad.Key)
-	if got, want := textOfKernel(k), wantText(p, plan.IPv4); got != want {
-		t.Fatalf("the others are not as without it:\n%s", diffLines(want, got))
-	}
-	// When the kernel takes them, all is as it should be.
-	k.Refuse = ""
-	p.Set(bad)
-	makeDue(e)
-	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil || len(e.refused) > 0 {
-		t.Fatalf("%v is refused, %v", e.refused, err)
-	}
-	if got, want := textOfKernel(k), wantText(p, plan.IPv4); got != want {
-		t.Fatalf("after the retry:\n%s", diffLines(want, got))
-	}
+	same(t, "the others are not as without it", textOfKernel(k), wantOf(without(p, bad.Key), e))
+	mended(t, e, k, p)
 }
 
 // TestRefusedServiceKeepsWhatItHas: a ServicePort whose new rules the kernel does not take keeps those that it has, whole; all
 // else is as it should be, and what is stale goes.
 func TestRefusedServiceKeepsWhatItHas(t *testing.T) {
 	for _, compactAbove := range []int{0, 12} {
-		sync := func(e *engine, p *plan.Plan) error {
-			e.options.CompactAbove = compactAbove
-			return e.Sync(t.Context(), p, plan.Everything())
-		}
-		fresh := func(p *plan.Plan) string {
-			e, k := fakeEngine(plan.IPv4)
-			if err := sync(e, p); err != nil {
-				t.Fatal(err)
-			}
-			return textOfKernel(k)
-		}
 		e, k := fakeEngine(plan.IPv4)
+		e.options.CompactAbove = compactAbove
 		p := plantest.Large(50, 3)
-		if err := sync(e, p); err != nil {
-			t.Fatal(err)
-		}
+		program(t, e, p, plan.Everything())
 		bad := plantest.LargeService(17, 5000, 3)
 		k.Refuse = ":" + serviceChain(names.PrefixCluster, bad.Key) + " "
 		p.Set(plantest.LargeService(18, 6000, 2))
-		want := fresh(p)
+		want := wantOf(p, e)
 		p.Set(bad)
-		err := sync(e, p)
+		err := e.Sync(t.Context(), p, plan.Everything())
 		refusedAlone(t, e, err, bad.Key, true)
-		if got := textOfKernel(k); got != want {
-			t.Errorf("refused:\n%s", diffLines(want, got))
-		}
+		same(t, "refused", textOfKernel(k), want)
 		// A comparison finds all as it is, and does not search again.
 		k.Restores = nil
-		if err := sync(e, p); err != nil || len(k.Restores) > 0 || !e.Compared || len(e.Found) > 0 {
+		if err := e.Sync(t.Context(), p, plan.Everything()); err != nil || len(k.Restores) > 0 || !e.Compared || len(e.Found) > 0 {
 			t.Errorf("a comparison: %v, writes %q, finds %v", err, k.Restores, e.Found)
 		}
-		k.Refuse = ""
-		makeDue(e)
-		if err := sync(e, p); err != nil {
-			t.Fatal(err)
-		}
-		if got, want := textOfKernel(k), fresh(p); got != want {
-			t.Errorf("no longer refused:\n%s", diffLines(want, got))
-		}
+		mended(t, e, k, p)
 	}
 }
 
@@ -107,9 +99,7 @@ func TestRefusedServiceKeepsWhatItHas(t *testing.T) {
 func TestNothingIsTaken(t *testing.T) {
 	e, k := fakeEngine(plan.IPv4)
 	p := plantest.Large(50, 2)
-	if err := e.Sync(t.Context(), p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	program(t, e, p, plan.Everything())
 	for i := range 50 {
 		p.Set(plantest.LargeService(i, 5000+2*i, 2))
 	}
@@ -129,19 +119,8 @@ func TestRefusedEntry(t *testing.T) {
 		k.Refuse = "-d " + bad.Frontends[0].Addr.String() + "/32 "
 		err := e.Sync(t.Context(), p, plan.Everything())
 		refusedAlone(t, e, err, bad.Key, false)
-		p.Delete(bad.Key)
-		if got, want := textOfKernel(k), wantText(p, plan.IPv4); got != want {
-			t.Errorf("the others are not as without it:\n%s", diffLines(want, got))
-		}
-		k.Refuse = ""
-		p.Set(bad)
-		makeDue(e)
-		if err := e.Sync(t.Context(), p, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
-		if got, want := textOfKernel(k), wantText(p, plan.IPv4); got != want {
-			t.Errorf("no longer refused:\n%s", diffLines(want, got))
-		}
+		same(t, "the others are not as without it", textOfKernel(k), wantOf(without(p, bad.Key), e))
+		mended(t, e, k, p)
 	}
 }
 
@@ -160,15 +139,7 @@ func TestRefusedWhereReached(t *testing.T) {
 			for _, on := range []string{"an empty node", "the others"} {
 				err := e.Sync(t.Context(), p, plan.Everything())
 				refusedAlone(t, e, err, bad.Key, false)
-				without := plan.New(p.Node, p.Settings)
-				for _, sp := range p.Sorted(plan.IPv4) {
-					if sp != bad {
-						without.Set(sp)
-					}
-				}
-				if got, want := textOfKernel(k), wantText(without, plan.IPv4); got != want {
-					t.Errorf("on %s: the others are not as without it:\n%s", on, diffLines(want, got))
-				}
+				same(t, fmt.Sprintf("on %s: the others are not as without it", on), textOfKernel(k), wantOf(without(p, bad.Key), e))
 			}
 		}
 	}
@@ -187,13 +158,9 @@ func TestRefusedChange(t *testing.T) {
 			t.Helper()
 			p.Set(sp)
 			k.Restores = nil
-			if err := e.Sync(t.Context(), p, plan.Only(plan.Keys{sp.Key: {}})); err != nil {
-				t.Error(err)
-			}
+			program(t, e, p, plan.Only(plan.Keys{sp.Key: {}}))
 		}
-		if err := e.Sync(t.Context(), p, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		program(t, e, p, plan.Everything())
 		bad := plantest.LargeService(17, 5000, 3)
 		k.Refuse = ":" + serviceChain(names.PrefixCluster, bad.Key) + " "
 		change(bad)
@@ -219,14 +186,7 @@ func TestRefusedChange(t *testing.T) {
 		if len(told) != 2 || len(told[1]) != 0 {
 			t.Errorf("told of %v", told)
 		}
-		fresh, want := fakeEngine(plan.IPv4)
-		fresh.options.CompactAbove = compactAbove
-		if err := fresh.Sync(t.Context(), p, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
-		if got, want := textOfKernel(k), textOfKernel(want); got != want {
-			t.Errorf("at the end:\n%s", diffLines(want, got))
-		}
+		same(t, "at the end", textOfKernel(k), wantOf(p, e))
 	}
 }
 
@@ -253,12 +213,8 @@ func TestMendedByItsOwner(t *testing.T) {
 		t.Errorf("other endpoints: %v, writes %q", err, k.Restores)
 	}
 	p.Set(good)
-	if err := e.Sync(t.Context(), p, plan.Only(changed)); err != nil {
-		t.Fatal(err)
-	}
-	if got, want := textOfKernel(k), wantText(p, plan.IPv4); got != want {
-		t.Errorf("without what the kernel does not take:\n%s", diffLines(want, got))
-	}
+	program(t, e, p, plan.Only(changed))
+	same(t, "without what the kernel does not take", textOfKernel(k), wantText(p, plan.IPv4))
 }
 
 // TestEmptiedWhileWritten: where another program empties the tables while a sync writes them, at whichever point, no ServicePort is
@@ -302,9 +258,7 @@ func emptiedAfter(t *testing.T, n, before, compactAbove int, does func(*xtablest
 	t.Helper()
 	e, k := fakeEngine(plan.IPv4)
 	e.options.CompactAbove = compactAbove
-	if err := e.Sync(t.Context(), plantest.Large(before, 3), plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	program(t, e, plantest.Large(before, 3), plan.Everything())
 	changes := 0
 	k.Changed = func() {
 		if changes++; changes == n {
@@ -323,13 +277,6 @@ func emptiedAfter(t *testing.T, n, before, compactAbove int, does func(*xtablest
 	if err := e.Sync(t.Context(), p, plan.Everything()); err != nil {
 		t.Fatalf("after %d changes: the next sync: %v", n, err)
 	}
-	fresh, want := fakeEngine(plan.IPv4)
-	fresh.options.CompactAbove = compactAbove
-	if err := fresh.Sync(t.Context(), p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
-	if got, want := textOfKernel(k), textOfKernel(want); got != want {
-		t.Errorf("after %d changes:\n%s", n, diffLines(want, got))
-	}
+	same(t, fmt.Sprintf("after %d changes", n), textOfKernel(k), wantOf(p, e))
 	return changes < n
 }

@@ -13,42 +13,33 @@ import (
 // stable order. Rules that lead from built-in chains to ours are appended here; a sync puts them in front of what is
 // there.
 func Render(p *plan.Plan, f plan.Family, o Options) string {
-	var out strings.Builder
-	tables := desired(p, f, o)
-	for _, t := range []names.Table{names.Filter, names.NAT} {
-		out.WriteString("*" + string(t) + "\n")
-		for _, c := range tables[t] {
-			if !names.Builtin(c.Name) {
-				out.WriteString(":" + c.Name + " - [0:0]\n")
-			}
-		}
-		for _, c := range tables[t] {
-			c.AppendTo(&out, "")
-		}
-		out.WriteString("COMMIT\n")
-	}
-	return out.String()
+	return render([]string{""}, desired(p, f, o))
 }
 
 // RenderAll returns the rules of both families as one text. Chains of the two have the same names, so each rule begins
 // with -4 or -6: iptables-restore passes over the rules of IPv6, ip6tables-restore over those of IPv4.
 func RenderAll(p *plan.Plan, o Options) string {
+	return render([]string{"-4 ", "-6 "}, desired(p, plan.IPv4, o), desired(p, plan.IPv6, o))
+}
+
+// render prints the chains of families, whose rules have these prefixes.
+func render(prefixes []string, families ...map[names.Table][]xtables.Chain) string {
 	var out strings.Builder
-	v4, v6 := desired(p, plan.IPv4, o), desired(p, plan.IPv6, o)
-	for _, t := range []names.Table{names.Filter, names.NAT} {
+	for _, t := range tables {
 		out.WriteString("*" + string(t) + "\n")
 		seen := map[string]bool{}
-		for _, c := range slices.Concat(v4[t], v6[t]) {
-			if !names.Builtin(c.Name) && !seen[c.Name] {
-				seen[c.Name] = true
-				out.WriteString(":" + c.Name + " - [0:0]\n")
+		for _, chains := range families {
+			for _, c := range chains[t] {
+				if !names.Builtin(c.Name) && !seen[c.Name] {
+					seen[c.Name] = true
+					out.WriteString(":" + c.Name + " - [0:0]\n")
+				}
 			}
 		}
-		for _, c := range v4[t] {
-			c.AppendTo(&out, "-4 ")
-		}
-		for _, c := range v6[t] {
-			c.AppendTo(&out, "-6 ")
+		for i, chains := range families {
+			for _, c := range chains[t] {
+				c.AppendTo(&out, prefixes[i])
+			}
 		}
 		out.WriteString("COMMIT\n")
 	}
@@ -64,8 +55,9 @@ func desired(p *plan.Plan, f plan.Family, o Options) map[names.Table][]xtables.C
 		own = append(own, r.enter(sp)...)
 	}
 	out := r.builtin()
-	r.fixed(func(c xtables.Chain) { out[c.Table] = append(out[c.Table], c) })
-	out[names.NAT] = append(out[names.NAT], own...)
+	for _, c := range append(r.fixed(), own...) {
+		out[c.Table] = append(out[c.Table], c)
+	}
 	return out
 }
 

@@ -1,11 +1,9 @@
 package iptables
 
 import (
-	"context"
 	"strings"
 	"testing"
 
-	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
@@ -13,31 +11,25 @@ import (
 
 // TestRefusalByReset has Services without endpoints that ask for resets, and others, on the real kernel of both variants.
 func TestRefusalByReset(t *testing.T) {
-	t.Parallel()
-	for _, protocol := range []plan.Protocol{plan.TCP, plan.UDP} {
-		for _, reset := range []bool{false, true} {
-			sp := *plantest.LargeService(0, 0, 0)
-			sp.Key.Protocol, sp.ResetTCP = protocol, reset
-			sp.Frontends = []plan.Frontend{sp.Frontends[0], {Kind: plan.NodePort, Protocol: protocol, Port: 30080}}
-			sp.Frontends[0].Protocol = protocol
-			p := plan.New(plan.Node{Name: "me"}, plan.Settings{})
-			p.Set(&sp)
-			want := "REJECT --reject-with icmp-port-unreachable"
-			if reset && protocol == plan.TCP {
-				want = "REJECT --reject-with tcp-reset"
-			}
-			for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
-				nstest.Run(t, func() {
-					e := realEngine(t, v, plan.IPv4)
-					if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-						t.Error(err)
-						return
-					}
-					if held := ours(t, e.Kernel); strings.Count(held, want) != 2 || strings.Count(held, "REJECT") != 2 {
-						t.Errorf("%s, %s, reset %t: want %q twice in\n%s", v, protocol, reset, want, held)
-					}
-				})
+	inVariants(t, func(t *testing.T, v xtables.Variant) {
+		for _, protocol := range []plan.Protocol{plan.TCP, plan.UDP} {
+			for _, reset := range []bool{false, true} {
+				sp := *plantest.LargeService(0, 0, 0)
+				sp.Key.Protocol, sp.ResetTCP = protocol, reset
+				sp.Frontends = []plan.Frontend{sp.Frontends[0], {Kind: plan.NodePort, Protocol: protocol, Port: 30080}}
+				sp.Frontends[0].Protocol = protocol
+				p := plan.New(plan.Node{Name: "me"}, plan.Settings{})
+				p.Set(&sp)
+				want := "REJECT --reject-with icmp-port-unreachable"
+				if reset && protocol == plan.TCP {
+					want = "REJECT --reject-with tcp-reset"
+				}
+				e := realEngine(t, v, plan.IPv4)
+				program(t, e, p, plan.Everything())
+				if held := ours(t, e.Kernel); strings.Count(held, want) != 2 || strings.Count(held, "REJECT") != 2 {
+					t.Errorf("%s, reset %t: want %q twice in\n%s", protocol, reset, want, held)
+				}
 			}
 		}
-	}
+	})
 }

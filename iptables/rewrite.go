@@ -28,7 +28,9 @@ func (f *fullSync) dispatch() error {
 	if err := f.dispatchOrRefuse(todo); err != nil {
 		return err
 	}
-	last = slices.DeleteFunc(last, func(o own) bool { return f.asked[o.sp.Key] != nil })
+	last = slices.DeleteFunc(last, func(o own) bool {
+		return slices.ContainsFunc(f.refused, func(r *refusal) bool { return r.sp == o.sp })
+	})
 	return f.writeAll(last)
 }
 
@@ -112,10 +114,10 @@ func (f *fullSync) dispatchAtOnce(todo []xtables.Change) (bool, error) {
 // fixedTodo is what is to change in the chains that are not a ServicePort's own.
 func (f *fullSync) fixedTodo() []xtables.Change {
 	var todo []xtables.Change
-	f.rules.fixed(func(c xtables.Chain) {
-		f.want(c.Table, c.Name)
+	for _, c := range f.rules.fixed() {
+		f.wanted[tableChainName{c.Table, c.Name}] = true
 		todo = append(todo, f.differing(c)...)
-	})
+	}
 	return todo
 }
 

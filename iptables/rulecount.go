@@ -63,7 +63,7 @@ func (c *ruleCounts) report(f plan.Family) {
 	if c.observer == nil {
 		return
 	}
-	for _, t := range []names.Table{names.Filter, names.NAT} {
+	for _, t := range tables {
 		c.observer.IPTablesRules(f, string(t), c.total[t], c.written[t])
 	}
 }

@@ -54,9 +54,7 @@ func TestRuleCounts(t *testing.T) {
 	p := plantest.Large(400, 2)
 	check := func(what string, change plan.Change, nat, filter int) {
 		t.Helper()
-		if err := e.Sync(context.Background(), p, change); err != nil {
-			t.Fatal(err)
-		}
+		program(t, e, p, change)
 		if want := ruleTotals(k); fmt.Sprint(o.total) != fmt.Sprint(want) {
 			t.Errorf("%s: told of %v rules, the kernel holds %v", what, o.total, want)
 		}
@@ -103,9 +101,7 @@ func TestRestoreFailuresAreTold(t *testing.T) {
 	}
 	k.Refuse = ""
 	makeDue(e)
-	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	program(t, e, p, plan.Everything())
 	o.failed = nil
 	k.Refuse = "COMMIT"
 	p.Set(plantest.LargeService(3, 5000, 2))
@@ -146,9 +142,7 @@ func TestFailedJumpIsTold(t *testing.T) {
 	if err := e.Sync(t.Context(), p, plan.Everything()); err != nil || !slices.Equal(o.failed, []bool{false}) {
 		t.Errorf("while the lock is held: %v; told of failures %v", err, o.failed)
 	}
-	if got, want := textOfKernel(k), wantText(p, plan.IPv4); got != want {
-		t.Errorf("after the second try:\n%s", diffLines(want, got))
-	}
+	same(t, "after the second try", textOfKernel(k), wantText(p, plan.IPv4))
 	e, k = fakeEngine(plan.IPv4)
 	o = observe(e)
 	k.Refuse = "-I FORWARD 1 "

@@ -203,15 +203,16 @@ var dispatcherOrder = [dispatchers]dispatcherID{
 	natNodePorts, natServices, filterExternalNodePorts, filterExternal, filterServices, filterFirewall, filterNodePorts,
 }
 
-// fixed calls emit for every chain that is not a ServicePort's own, those that others lead to first.
-func (r *rules) fixed(emit func(xtables.Chain)) {
+// fixed are all chains that are not a ServicePort's own, those that others lead to first.
+func (r *rules) fixed() []xtables.Chain {
+	var out []xtables.Chain
 	for _, c := range r.common() {
-		emit(r.kept.around(c))
+		out = append(out, r.kept.around(c))
 	}
 	for _, id := range dispatcherOrder {
-		d := r.dispatcher(id, &r.tries)
-		d.chains(emit)
+		out = append(out, r.dispatcher(id, &r.tries).chains()...)
 	}
+	return out
 }
 
 // common are the chains that depend on no frontend.

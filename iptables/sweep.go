@@ -40,20 +40,10 @@ func (f *fullSync) otherModeHeld() bool {
 	return false
 }
 
-// sweep removes the chains that nothing wants.
-func (f *fullSync) sweep() error {
-	for _, t := range []names.Table{names.NAT, names.Filter} {
-		if err := f.prune(t); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
 // prune removes the chains of a table that nothing wants.
 func (f *fullSync) prune(t names.Table) error {
 	stale := func(t names.Table, name string) bool {
-		return (names.OfService(name) || ofOtherMode(t, name)) && !f.wanted[t][name]
+		return (names.OfService(name) || ofOtherMode(t, name)) && !f.wanted[tableChainName{t, name}]
 	}
 	changes := xtables.Diff(t, xtables.Desired{Stale: stale}, f.actual[t])
 	for _, c := range changes {

@@ -1,14 +1,11 @@
 package iptables
 
 import (
-	"bufio"
 	"context"
 	"fmt"
-	"io"
 	"iter"
 	"maps"
 	"math"
-	"strconv"
 	"strings"
 	"sync"
 
@@ -41,7 +38,7 @@ type TrafficReader struct {
 // counterTable lists the rules of table nat of one family, with counters.
 type counterTable struct {
 	family plan.Family
-	list   func(ctx context.Context, read func(io.Reader) error) error
+	list   func(ctx context.Context, each func(line string)) error
 }
 
 // Traffic returns a reader of the backend's counters. It may be used beside Sync. Update gives it the plan.
@@ -101,8 +98,7 @@ func (r *TrafficReader) Traffic(ctx context.Context) iter.Seq2[plan.Traffic, err
 			r.mu.Lock()
 			keys := maps.Clone(r.keys[t.family])
 			r.mu.Unlock()
-			err := t.list(ctx, func(in io.Reader) error { return r.read(in, t.family, keys, last) })
-			if err != nil {
+			if err := t.list(ctx, func(line string) { r.read(line, t.family, keys, last) }); err != nil {
 				complete = false
 				if !yield(plan.Traffic{}, fmt.Errorf("traffic of %s: %w", t.family, err)) {
 					return
@@ -133,52 +129,36 @@ func (r *TrafficReader) Traffic(ctx context.Context) iter.Seq2[plan.Traffic, err
 	}
 }
 
-// read adds what the rules of a listing have counted since the last one, and notes in last what they have counted now.
-func (r *TrafficReader) read(in io.Reader, f plan.Family, keys map[string]plan.Key, last map[string]uint64) error {
-	lines := bufio.NewScanner(in)
-	lines.Buffer(make([]byte, 64<<10), 1<<20)
-	for lines.Scan() {
-		packets, key, ok := leading(lines.Text(), keys)
-		if !ok {
-			continue
-		}
-		_, rule, _ := strings.Cut(lines.Text(), " ")
-		rule = f.String() + rule
-		before := r.last[rule]
-		if before > packets {
-			before = 0 // Its chain was written anew.
-		}
-		r.total[key] += packets - before
-		last[rule] = packets
-		// If a later family can't be read, this one is not added twice.
-		r.last[rule] = packets
+// read adds what a rule of a listing has counted since the last one, and notes in last what it has counted now.
+func (r *TrafficReader) read(line string, f plan.Family, keys map[string]plan.Key, last map[string]uint64) {
+	rule, packets, key, ok := leading(line, keys)
+	if !ok {
+		return
 	}
-	if err := lines.Err(); err != nil {
-		return fmt.Errorf("reading the output of iptables-save: %w", err)
+	rule = f.String() + rule
+	before := r.last[rule]
+	if before > packets {
+		before = 0 // Its chain was written anew.
 	}
-	return nil
+	r.total[key] += packets - before
+	last[rule] = packets
+	// If a later family can't be read, this one is not added twice.
+	r.last[rule] = packets
 }
 
 // leading reads a rule that leads from outside to a ServicePort: from a chain of a dispatcher to one of the ServicePort's own.
-func leading(line string, keys map[string]plan.Key) (packets uint64, key plan.Key, ok bool) {
-	if !strings.HasPrefix(line, "[") {
-		return 0, plan.Key{}, false
-	}
+func leading(line string, keys map[string]plan.Key) (rule string, packets uint64, key plan.Key, ok bool) {
 	jump := strings.LastIndex(line, " -j ")
 	if jump < 0 {
-		return 0, plan.Key{}, false
+		return "", 0, plan.Key{}, false
 	}
 	if key, ok = keys[serviceHash(line[jump+len(" -j "):])]; !ok {
-		return 0, plan.Key{}, false
+		return "", 0, plan.Key{}, false
 	}
-	counters, rule, _ := strings.Cut(line, " ")
+	rule, packets = xtables.Counted(line)
 	from, _, _ := strings.Cut(strings.TrimPrefix(rule, "-A "), " ")
-	if _, own := keys[serviceHash(from)]; own {
-		return 0, plan.Key{}, false
-	}
-	text, _, _ := strings.Cut(counters[1:], ":")
-	packets, err := strconv.ParseUint(text, 10, 64)
-	return packets, key, err == nil
+	_, own := keys[serviceHash(from)]
+	return rule, packets, key, !own
 }
 
 // serviceHash is the part of a chain's name that stands for a ServicePort, if the chain is one of a ServicePort.

@@ -3,7 +3,6 @@ package iptables
 import (
 	"context"
 	"errors"
-	"io"
 	"net"
 	"net/netip"
 	"os/exec"
@@ -14,7 +13,6 @@ import (
 	"github.com/vishvananda/netlink"
 
 	"nodeproxy/backend"
-	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
@@ -63,9 +61,7 @@ func connections(ctx context.Context, r *TrafficReader) (map[string]int64, error
 // TestConnectionsAreCounted makes connections through the real rules of both variants.
 func TestConnectionsAreCounted(t *testing.T) {
 	t.Parallel()
-	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
-		t.Run(string(v), func(t *testing.T) { nstest.Run(t, func() { connectAndCount(t, v) }) })
-	}
+	inVariants(t, connectAndCount)
 }
 
 // listenAt gives the loopback addresses, and listens for connections at one of them.
@@ -98,10 +94,7 @@ func connectAndCount(t *testing.T, v xtables.Variant) {
 	p := trafficPlan("192.0.2.7:8080")
 	r := b.Traffic()
 	r.Update(p, plan.Everything())
-	if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-		t.Error(err)
-		return
-	}
+	program(t, e, p, plan.Everything())
 	want := int64(0)
 	check := func(step string) {
 		t.Helper()
@@ -129,9 +122,7 @@ func connectAndCount(t *testing.T, v xtables.Variant) {
 	after.Frontends = after.Frontends[:3]
 	p.Set(&after)
 	r.Update(p, plan.Only(plan.Keys{trafficKey: {}}))
-	if err := e.Sync(context.Background(), p, plan.Only(plan.Keys{trafficKey: {}})); err != nil {
-		t.Error(err)
-	}
+	program(t, e, p, plan.Only(plan.Keys{trafficKey: {}}))
 	check("after a rule went")
 	// Nothing is forwarded here that conntrack could not place, so the counter is set.
 	set := exec.Command("iptables-"+string(v), "-R", names.Forward, "2", "-m", "conntrack", "--ctstate", "INVALID",
@@ -150,8 +141,11 @@ func TestConnectionsOfWrittenChains(t *testing.T) {
 	hash := serviceChain("", trafficKey)
 	text := ""
 	var failure error
-	list := func(_ context.Context, read func(io.Reader) error) error {
-		return errors.Join(read(strings.NewReader(text)), failure)
+	list := func(_ context.Context, each func(string)) error {
+		for line := range strings.Lines(text) {
+			each(strings.TrimSuffix(line, "\n"))
+		}
+		return failure
 	}
 	r := newTrafficReader([]counterTable{{plan.IPv4, list}})
 	p := trafficPlan("192.0.2.7:8080")
@@ -192,34 +186,27 @@ func TestConnectionsOfWrittenChains(t *testing.T) {
 
 // BenchmarkTraffic reads the counters of 10,000 services with two endpoints each.
 func BenchmarkTraffic(b *testing.B) {
-	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
-		b.Run(string(v), func(b *testing.B) {
-			nstest.Run(b, func() {
-				p := plantest.Large(10000, 2)
-				e := realEngine(b, v, plan.IPv4)
-				if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {
-					b.Error(err)
-					return
-				}
-				backend := &Backend{PerFamily: backend.PerFamily[*engine]{Engines: []*engine{e}}}
-				r := backend.Traffic()
-				r.Update(p, plan.Everything())
-				for b.Loop() {
-					if got, err := connections(context.Background(), r); err != nil || len(got) != 10000 {
-						b.Errorf("%d ServicePorts, %v", len(got), err)
-					}
-				}
-				start := time.Now()
-				if _, err := backend.InvalidDropped(); err != nil {
-					b.Error(err)
-				}
-				b.ReportMetric(float64(time.Since(start).Milliseconds()), "ms/invalid")
-				start = time.Now()
-				if _, err := backend.LocalhostNodePorts()(); err != nil {
-					b.Error(err)
-				}
-				b.ReportMetric(float64(time.Since(start).Milliseconds()), "ms/localhost")
-			})
-		})
-	}
+	inVariants(b, func(b *testing.B, v xtables.Variant) {
+		p := plantest.Large(10000, 2)
+		e := realEngine(b, v, plan.IPv4)
+		program(b, e, p, plan.Everything())
+		backend := &Backend{PerFamily: backend.PerFamily[*engine]{Engines: []*engine{e}}}
+		r := backend.Traffic()
+		r.Update(p, plan.Everything())
+		for b.Loop() {
+			if got, err := connections(context.Background(), r); err != nil || len(got) != 10000 {
+				b.Errorf("%d ServicePorts, %v", len(got), err)
+			}
+		}
+		start := time.Now()
+		if _, err := backend.InvalidDropped(); err != nil {
+			b.Error(err)
+		}
+		b.ReportMetric(float64(time.Since(start).Milliseconds()), "ms/invalid")
+		start = time.Now()
+		if _, err := backend.LocalhostNodePorts()(); err != nil {
+			b.Error(err)
+		}
+		b.ReportMetric(float64(time.Since(start).Milliseconds()), "ms/localhost")
+	})
 }

@@ -1,7 +1,7 @@
 package iptables
 
 import (
-	"context"
+	"fmt"
 	"net/netip"
 	"strings"
 	"testing"
@@ -51,9 +51,7 @@ func TestTransitions(t *testing.T) {
 		queue := portion.New(rapid.SampledFrom([]int{0, 1, 5}).Draw(t, "most at once"))
 		program := func(p *plan.Plan, change plan.Change) {
 			p, change = queue.Next(p, change)
-			if err := e.Sync(context.Background(), p, change); err != nil {
-				t.Fatal(err)
-			}
+			program(t, e, p, change)
 		}
 		program(c.Plan, plan.Everything())
 		packets := c.Transits(t, f, next)
@@ -109,9 +107,7 @@ func TestInternalPolicyOfMany(t *testing.T) {
 	for before, after := range other {
 		e, k := fakeEngine(plan.IPv4)
 		e.MaxNames = xtables.MaxNames
-		if err := e.Sync(t.Context(), planOf(before), plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		program(t, e, planOf(before), plan.Everything())
 		next := planOf(after)
 		states := 0
 		k.Changed = func() {
@@ -135,15 +131,11 @@ func TestInternalPolicyOfMany(t *testing.T) {
 			states++
 		}
 		k.Restores = nil
-		if err := e.Sync(t.Context(), next, plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		program(t, e, next, plan.Everything())
 		if states < 3 {
 			t.Errorf("from %v to %v: all was written in %d steps", before, after, states)
 		}
 		k.Changed = nil
-		if got, want := textOfKernel(k), wantText(next, plan.IPv4); got != want {
-			t.Errorf("from %v to %v:\n%s", before, after, diffLines(want, got))
-		}
+		same(t, fmt.Sprintf("from %v to %v", before, after), textOfKernel(k), wantText(next, plan.IPv4))
 	}
 }

@@ -29,73 +29,69 @@ func drawOptions(t *rapid.T) iptables.Options {
 	}
 }
 
-// TestRenderVerdicts holds the rules to the plan's own verdict: whatever the plan and whatever the packet, they must do
-// with it what the plan says, and choose among endpoints with equal probability.
-func TestRenderVerdicts(t *testing.T) {
+// drawn is a random plan with its world, rendered for a family.
+type drawn struct {
+	*plantest.Cluster
+	evaluator *plan.Evaluator
+	options   iptables.Options
+	family    plan.Family
+	rules     *packetsim.Machine
+}
+
+func (d drawn) node() packetsim.Node { return packetsim.Node{Local: d.Local} }
+
+// eachPacket sends packets through the rules of random plans, which text makes.
+func eachPacket(t *testing.T, packets int, text func(*plan.Plan, plan.Family, iptables.Options) string,
+	check func(t *rapid.T, d drawn, pkt plan.Packet)) {
 	t.Parallel()
 	rapid.Check(t, func(t *rapid.T) {
-		c := plantest.Clusters().Draw(t, "cluster")
-		options := drawOptions(t)
-		evaluator := plan.NewEvaluator(c.Plan)
-		for _, f := range plan.Families {
-			rules := parse(t, f, iptables.Render(c.Plan, f, options))
-			for range packetsPerPlan {
-				pkt := c.Packets(f).Draw(t, "packet")
-				if err := packetsim.Compare(evaluator, rules, pkt, packetsim.Node{Local: c.Local}); err != nil {
-					t.Fatal(err)
-				}
+		d := drawn{Cluster: plantest.Clusters().Draw(t, "cluster"), options: drawOptions(t)}
+		d.evaluator = plan.NewEvaluator(d.Plan)
+		for _, d.family = range plan.Families {
+			d.rules = parse(t, d.family, text(d.Plan, d.family, d.options))
+			for range packets {
+				check(t, d, d.Packets(d.family).Draw(t, "packet"))
 			}
 		}
 	})
 }
 
+// agrees holds the rules to the plan's own verdict.
+func agrees(t *rapid.T, d drawn, pkt plan.Packet) {
+	if err := packetsim.Compare(d.evaluator, d.rules, pkt, d.node()); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestRenderVerdicts holds the rules to the plan's own verdict: whatever the plan and whatever the packet, they must do
+// with it what the plan says, and choose among endpoints with equal probability.
+func TestRenderVerdicts(t *testing.T) { eachPacket(t, packetsPerPlan, iptables.Render, agrees) }
+
 // TestRenderAllVerdicts holds the text with the rules of both families to the same.
 func TestRenderAllVerdicts(t *testing.T) {
-	t.Parallel()
-	rapid.Check(t, func(t *rapid.T) {
-		c := plantest.Clusters().Draw(t, "cluster")
-		evaluator := plan.NewEvaluator(c.Plan)
-		text := iptables.RenderAll(c.Plan, drawOptions(t))
-		for _, f := range plan.Families {
-			rules := parse(t, f, text)
-			for range packetsPerPlan / 3 {
-				pkt := c.Packets(f).Draw(t, "packet")
-				if err := packetsim.Compare(evaluator, rules, pkt, packetsim.Node{Local: c.Local}); err != nil {
-					t.Fatal(err)
-				}
-			}
-		}
-	})
+	text := func(p *plan.Plan, _ plan.Family, o iptables.Options) string { return iptables.RenderAll(p, o) }
+	eachPacket(t, packetsPerPlan/3, text, agrees)
 }
 
 // TestRenderPassesMasqueraded makes sure that a node whose policy for forwarding is to drop still forwards what is
 // masqueraded on its way to an endpoint.
 func TestRenderPassesMasqueraded(t *testing.T) {
-	t.Parallel()
 	forwarded := 0
-	rapid.Check(t, func(t *rapid.T) {
-		c := plantest.Clusters().Draw(t, "cluster")
-		options := drawOptions(t)
-		for _, f := range plan.Families {
-			rules := parse(t, f, iptables.Render(c.Plan, f, options))
-			if err := restore.IPTables(rules, "*filter\n:FORWARD DROP [0:0]\nCOMMIT\n"); err != nil {
-				t.Fatal(err)
+	text := func(p *plan.Plan, f plan.Family, o iptables.Options) string {
+		return iptables.Render(p, f, o) + "*filter\n:FORWARD DROP [0:0]\nCOMMIT\n"
+	}
+	eachPacket(t, packetsPerPlan/3, text, func(t *rapid.T, d drawn, pkt plan.Packet) {
+		masquerade := map[netip.AddrPort]bool{}
+		for _, target := range d.evaluator.Verdict(pkt).Targets {
+			masquerade[target.Addr] = target.Masquerade
+		}
+		for _, o := range trace(t, d.rules, pkt, d.node()) {
+			if pkt.Output || o.Delivered || !masquerade[o.Dst] {
+				continue
 			}
-			for range packetsPerPlan / 3 {
-				pkt := c.Packets(f).Draw(t, "packet")
-				masquerade := map[netip.AddrPort]bool{}
-				for _, target := range c.Plan.Verdict(pkt).Targets {
-					masquerade[target.Addr] = target.Masquerade
-				}
-				for _, o := range trace(t, rules, pkt, packetsim.Node{Local: c.Local}) {
-					if pkt.Output || o.Delivered || !masquerade[o.Dst] {
-						continue
-					}
-					forwarded++
-					if o.Action != packetsim.Accept {
-						t.Fatalf("%s: %s by\n%s", pkt, o, strings.Join(o.Rules(), "\n"))
-					}
-				}
+			forwarded++
+			if o.Action != packetsim.Accept {
+				t.Fatalf("%s: %s by\n%s", pkt, o, strings.Join(o.Rules(), "\n"))
 			}
 		}
 	})
@@ -110,35 +106,26 @@ var recentSet = regexp.MustCompile(`--set --name (\S+)`)
 // TestRenderAffinity makes sure that a client goes to the endpoint in whose list it is, and nowhere else, and that a
 // client gets into a list exactly where the Service asks for affinity.
 func TestRenderAffinity(t *testing.T) {
-	t.Parallel()
 	kept := 0
-	rapid.Check(t, func(t *rapid.T) {
-		c := plantest.Clusters().Draw(t, "cluster")
-		options := drawOptions(t)
-		for _, f := range plan.Families {
-			rules := parse(t, f, iptables.Render(c.Plan, f, options))
-			for range packetsPerPlan / 3 {
-				pkt := c.Packets(f).Draw(t, "packet")
-				v := c.Plan.Verdict(pkt)
-				if v.Action != plan.Forward {
-					continue
-				}
-				node := packetsim.Node{Local: c.Local}
-				o := rapid.SampledFrom(trace(t, rules, pkt, node)).Draw(t, "endpoint")
-				list := recentSet.FindStringSubmatch(strings.Join(o.Rules(), "\n"))
-				if asked := c.Plan.Services[v.ServicePort].Affinity > 0; asked != (list != nil) {
-					t.Fatalf("%s: affinity is %t, and its list is %q", pkt, asked, list)
-				}
-				if list == nil {
-					continue
-				}
-				node.Recent = func(name string, a netip.Addr) bool { return name == list[1] && a == pkt.Src }
-				if again := trace(t, rules, pkt, node); len(again) != 1 || again[0].Dst != o.Dst {
-					t.Fatalf("%s: a client that was sent to %s is sent to %v", pkt, o.Dst, again)
-				}
-				kept++
-			}
+	eachPacket(t, packetsPerPlan/3, iptables.Render, func(t *rapid.T, d drawn, pkt plan.Packet) {
+		v := d.evaluator.Verdict(pkt)
+		if v.Action != plan.Forward {
+			return
 		}
+		o := rapid.SampledFrom(trace(t, d.rules, pkt, d.node())).Draw(t, "endpoint")
+		list := recentSet.FindStringSubmatch(strings.Join(o.Rules(), "\n"))
+		if asked := d.Plan.Services[v.ServicePort].Affinity > 0; asked != (list != nil) {
+			t.Fatalf("%s: affinity is %t, and its list is %q", pkt, asked, list)
+		}
+		if list == nil {
+			return
+		}
+		node := d.node()
+		node.Recent = func(name string, a netip.Addr) bool { return name == list[1] && a == pkt.Src }
+		if again := trace(t, d.rules, pkt, node); len(again) != 1 || again[0].Dst != o.Dst {
+			t.Fatalf("%s: a client that was sent to %s is sent to %v", pkt, o.Dst, again)
+		}
+		kept++
 	})
 	if kept == 0 {
 		t.Error("no client met a Service with affinity")

@@ -2,7 +2,6 @@ package iptables
 
 import (
 	"context"
-	"maps"
 	"slices"
 	"strings"
 
@@ -36,23 +35,18 @@ func (e *engine) Verify(ctx context.Context, svc plan.Service) (things int, foun
 	if err != nil {
 		return 0, nil, err
 	}
-	of := map[names.Table]map[string]bool{}
-	add := func(t names.Table, chain string) {
-		if of[t] == nil {
-			of[t] = map[string]bool{}
-		}
-		of[t][chain] = true
-	}
+	of := map[names.Table][]string{}
 	for _, c := range desired.Chains {
-		add(c.Table, c.Name)
+		of[c.Table] = append(of[c.Table], c.Name)
 		things += max(1, len(c.Rules))
 	}
 	for _, j := range desired.Jumps {
-		add(j.Table, j.From)
+		of[j.Table] = append(of[j.Table], j.From)
 		things++
 	}
-	for _, table := range slices.Sorted(maps.Keys(of)) {
-		actual, err := t.Chains(ctx, table, slices.Sorted(maps.Keys(of[table])))
+	for _, table := range tables {
+		slices.Sort(of[table])
+		actual, err := t.Chains(ctx, table, slices.Compact(of[table]))
 		if err != nil {
 			return things, found, err
 		}
@@ -64,13 +58,10 @@ func (e *engine) Verify(ctx context.Context, svc plan.Service) (things int, foun
 // about returns the chains of a Service, those by which packets come to them, and the jumps from built-in chains.
 func (r *rules) about(svc plan.Service) xtables.Desired {
 	out := xtables.Desired{Jumps: jumps(false)}
-	known := map[names.Table]map[string]bool{}
+	known := map[tableChainName]bool{}
 	add := func(c xtables.Chain) {
-		if known[c.Table] == nil {
-			known[c.Table] = map[string]bool{}
-		}
-		if !known[c.Table][c.Name] {
-			known[c.Table][c.Name] = true
+		if at := (tableChainName{c.Table, c.Name}); !known[at] {
+			known[at] = true
 			out.Chains = append(out.Chains, c)
 		}
 	}

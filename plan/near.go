@@ -1,6 +1,9 @@
 package plan
 
-import "net/netip"
+import (
+	"net/netip"
+	"slices"
+)
 
 // Near returns a plan with those ServicePorts of p on which the way of a packet through any mode's rules depends: those with a frontend
 // at its source or destination, or at one of the endpoints that it may be sent to, whatever the port; those with a node port of its
@@ -10,12 +13,9 @@ func (p *Plan) Near(pkt Packet) *Plan {
 	addrs := map[netip.Addr]bool{pkt.Src.Unmap().WithZone(""): true, pkt.Dst.Unmap().WithZone(""): true}
 	ports := map[uint16]bool{pkt.DstPort: true}
 	has := func(sp *ServicePort) bool {
-		for _, f := range sp.Frontends {
-			if f.Addr.IsValid() && addrs[f.Addr] || !f.Addr.IsValid() && ports[f.Port] {
-				return true
-			}
-		}
-		return false
+		return slices.ContainsFunc(sp.Frontends, func(f Frontend) bool {
+			return f.Addr.IsValid() && addrs[f.Addr] || !f.Addr.IsValid() && ports[f.Port]
+		})
 	}
 	out := New(p.Node, p.Settings)
 	out.Partial = p.Partial
@@ -31,16 +31,10 @@ func (p *Plan) Near(pkt Packet) *Plan {
 	for ep := range endpoints {
 		addrs[ep.Addr()], ports[ep.Port()] = true, true
 	}
-	shares := func(list []Endpoint) bool {
-		for _, ep := range list {
-			if endpoints[ep.Addr] {
-				return true
-			}
-		}
-		return false
-	}
+	shared := func(ep Endpoint) bool { return endpoints[ep.Addr] }
 	for k, sp := range p.Services {
-		if k.Family == family && (has(sp) || shares(sp.Endpoints.Cluster) || shares(sp.Endpoints.Local)) {
+		if k.Family == family && (has(sp) || slices.ContainsFunc(sp.Endpoints.Cluster, shared) ||
+			slices.ContainsFunc(sp.Endpoints.Local, shared)) {
 			out.Set(sp)
 		}
 	}

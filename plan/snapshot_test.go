@@ -26,7 +26,7 @@ func (s *Snapshot) text() string {
 	return out.String()
 }
 
-// checkSnapshot compares a snapshot with the plan that it is of, and looks for chunks that should not be.
+// checkSnapshot compares a snapshot with the plan that it is of.
 func checkSnapshot(t *rapid.T, s *Snapshot, p *Plan) {
 	n := 0
 	var last Service
@@ -52,17 +52,6 @@ func checkSnapshot(t *rapid.T, s *Snapshot, p *Plan) {
 	}
 	if got := s.ServicePort(Key{Service: Service{"ns", "none"}}); got != nil {
 		t.Fatalf("%s is there", got.Key)
-	}
-	for i, c := range s.services {
-		if len(c) == 0 || len(c) > 2*chunkSize {
-			t.Fatalf("chunk %d has %d Services", i, len(c))
-		}
-		if i > 0 {
-			before := len(s.services[i-1])
-			if min(before, len(c)) < chunkSize/2 && before+len(c) <= 2*chunkSize {
-				t.Fatalf("chunks of %d and %d Services are beside each other", before, len(c))
-			}
-		}
 	}
 }
 
@@ -125,29 +114,38 @@ func TestNoSnapshot(t *testing.T) {
 	}
 }
 
-// TestSnapshotShares: one change copies one chunk, and a comparison of everything that finds nothing copies none.
+// TestSnapshotShares: one change makes one Service anew, and a comparison of everything that finds nothing none; a change copies little,
+// whatever the number of Services.
 func TestSnapshotShares(t *testing.T) {
-	t.Parallel()
 	p, published := manyServices(10000)
+	k := Key{Service: Service{"namespace-7", "service-5007"}, Port: "http", Protocol: TCP, Family: IPv6}
 	before := published.Latest()
-	copied := func() int {
-		n := 0
-		for _, c := range published.Latest().services {
-			if !slices.ContainsFunc(before.services, func(b chunk) bool { return &b[0] == &c[0] }) {
-				n++
+	check := func(what string, changed int) {
+		t.Helper()
+		same := 0
+		before.services.Ascend(func(e *programmed) bool {
+			if now, _ := published.Latest().services.Get(e); now == e {
+				same++
 			}
+			return true
+		})
+		if same != before.services.Len()-changed {
+			t.Errorf("%s: %d of %d Services are as before", what, same, before.services.Len())
 		}
-		return n
 	}
 	published.Publish(p, Everything())
-	if n := copied(); n != 0 {
-		t.Errorf("after no change, %d chunks are copied", n)
-	}
-	k := before.services[len(before.services)/2][7].ports[1].Key
+	check("no change", 0)
 	p.Set(&ServicePort{Key: k})
 	published.Publish(p, Only(Keys{k: {}}))
-	if n := copied(); n != 1 || published.Latest().ServicePort(k) == before.ServicePort(k) {
-		t.Errorf("after one change, %d chunks are copied", n)
+	check("one change", 1)
+	if published.Latest().ServicePort(k) == before.ServicePort(k) {
+		t.Error("the change is not there")
+	}
+	if n := testing.AllocsPerRun(10, func() {
+		p.Set(&ServicePort{Key: k})
+		published.Publish(p, Only(Keys{k: {}}))
+	}); n > 50 {
+		t.Errorf("a change takes %v allocations", n)
 	}
 	for range published.Latest().Services() {
 		break // An iteration may end early.

@@ -1,6 +1,7 @@
 package common
 
 import (
+	"cmp"
 	"maps"
 	"regexp"
 	"slices"
@@ -47,23 +48,13 @@ func Label(hunks []drift.Hunk, contents ...map[names.Table]xtables.Content) {
 }
 
 func servicesOf(h drift.Hunk, owners map[string]string) []string {
-	seen := map[string]bool{}
-	note := func(svc string) {
-		if svc != "" {
-			seen[svc] = true
-		}
-	}
 	_, chain, _ := strings.Cut(h.Object, " ")
 	if svc := owners[chain]; svc != "" {
 		return []string{svc}
 	}
-	h.Differing(func(line string) {
-		if svc := serviceIn(line); svc != "" {
-			note(svc)
-		} else {
-			note(owners[xtables.Target(line)])
-		}
-	})
+	seen := map[string]bool{}
+	h.Differing(func(line string) { seen[cmp.Or(serviceIn(line), owners[xtables.Target(line)])] = true })
+	delete(seen, "")
 	return slices.Sorted(maps.Keys(seen))
 }
 

@@ -3,7 +3,6 @@ package drift
 import (
 	"fmt"
 	"io"
-	"slices"
 	"strings"
 
 	"github.com/pmezard/go-difflib/difflib"
@@ -26,7 +25,7 @@ type Hunk struct {
 
 // Lines counts the lines that are added and removed.
 func (h Hunk) Lines() (added, removed int) {
-	for _, op := range h.ops() {
+	for _, op := range h.matcher().GetOpCodes() {
 		if op.Tag != 'e' {
 			added, removed = added+op.J2-op.J1, removed+op.I2-op.I1
 		}
@@ -36,7 +35,7 @@ func (h Hunk) Lines() (added, removed int) {
 
 // Differing calls each with the lines that are removed and added.
 func (h Hunk) Differing(each func(line string)) {
-	for _, op := range h.ops() {
+	for _, op := range h.matcher().GetOpCodes() {
 		if op.Tag == 'e' {
 			continue
 		}
@@ -49,11 +48,8 @@ func (h Hunk) Differing(each func(line string)) {
 	}
 }
 
-func (h Hunk) ops() []difflib.OpCode {
-	if len(h.Have) == 0 || len(h.Want) == 0 {
-		return []difflib.OpCode{{Tag: 'r', I2: len(h.Have), J2: len(h.Want)}}
-	}
-	return difflib.NewMatcherWithJunk(h.Have, h.Want, false, nil).GetOpCodes()
+func (h Hunk) matcher() *difflib.SequenceMatcher {
+	return difflib.NewMatcherWithJunk(h.Have, h.Want, false, nil)
 }
 
 // Unified prints hunks as a unified diff. Line numbers count the lines of each thing from its beginning, so for a chain that exists they
@@ -88,7 +84,7 @@ func (u *Unified) Print(h Hunk) error {
 	if len(h.Services) > 0 {
 		section += ": " + strings.Join(h.Services, ", ")
 	}
-	for _, group := range grouped(h.ops()) {
+	for _, group := range h.matcher().GetGroupedOpCodes(context) {
 		first, last := group[0], group[len(group)-1]
 		line("36", fmt.Sprintf("@@ -%s +%s @@ %s", span(first.I1, last.I2), span(first.J1, last.J2), section))
 		for _, op := range group {
@@ -108,35 +104,6 @@ func (u *Unified) Print(h Hunk) error {
 	}
 	_, err := io.WriteString(u.W, out.String())
 	return err
-}
-
-// grouped divides operations where more than twice the context is equal, and limits what is equal to the context.
-func grouped(ops []difflib.OpCode) (out [][]difflib.OpCode) {
-	var group []difflib.OpCode
-	for n, op := range ops {
-		if op.Tag != 'e' {
-			group = append(group, op)
-			continue
-		}
-		before, after := op, op
-		after.I2, after.J2 = min(op.I2, op.I1+context), min(op.J2, op.J1+context)
-		before.I1, before.J1 = max(op.I1, op.I2-context), max(op.J1, op.J2-context)
-		switch {
-		case n == 0:
-			group = append(group, before)
-		case n == len(ops)-1:
-			group = append(group, after)
-		case op.I2-op.I1 > 2*context:
-			out = append(out, append(group, after))
-			group = []difflib.OpCode{before}
-		default:
-			group = append(group, op)
-		}
-	}
-	if slices.ContainsFunc(group, func(op difflib.OpCode) bool { return op.Tag != 'e' }) {
-		out = append(out, group)
-	}
-	return out
 }
 
 // span is a range of lines as the header of a hunk has it.

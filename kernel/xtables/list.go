@@ -1,8 +1,6 @@
 package xtables
 
 import (
-	"bufio"
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -14,20 +12,17 @@ import (
 	"nodeproxy/kernel/names"
 )
 
-// SaveCounters lists table nat with counters, as iptables-save -c does.
-func (t *Program) SaveCounters(ctx context.Context, read func(io.Reader) error) error {
+// SaveCounters lists table nat with counters: each line is one that Counted understands.
+func (t *Program) SaveCounters(ctx context.Context, each func(line string)) error {
 	whole := false
 	err := t.read(ctx, t.SavePath, "", func(out io.Reader) error {
-		lines := bufio.NewReader(out)
-		head, _ := lines.Peek(lines.Size()) // as far as there is that much
-		whole = bytes.Contains(head, []byte("*"+string(names.NAT)+"\n"))
-		return read(lines)
+		return EachLine(out, func(line string) {
+			whole = whole || line == "*"+string(names.NAT)
+			each(line)
+		})
 	}, "-c", "-t", string(names.NAT))
 	if err == nil && !whole && t.Variant == NFT {
-		var list strings.Builder
-		if _, _, err = t.listByChain(ctx, names.NAT, func(line string) { list.WriteString(counterFirst(line)) }); err == nil {
-			return read(strings.NewReader(list.String()))
-		}
+		_, _, err = t.listByChain(ctx, names.NAT, each)
 	}
 	if err != nil {
 		return fmt.Errorf("reading counters by %s: %w", t.SavePath, err)
@@ -35,18 +30,29 @@ func (t *Program) SaveCounters(ctx context.Context, read func(io.Reader) error) 
 	return nil
 }
 
-// counterFirst turns a rule with counters as iptables -S prints it to how iptables-save does, with the counters in front.
-func counterFirst(line string) string {
-	i := strings.LastIndex(line, " -c ")
-	if i < 0 {
-		return line + "\n"
+// Counted takes the counters out of a line that iptables-save -c or iptables -v -S prints, such as "[3:156] -A KUBE-X -j DROP" and
+// "-A KUBE-X -c 3 156 -j DROP". A line without counters is as it was.
+func Counted(line string) (rule string, packets uint64) {
+	var count string
+	if counters, rest, found := strings.Cut(line, "] "); found && strings.HasPrefix(line, "[") {
+		count, _, _ = strings.Cut(counters[1:], ":")
+		rule = rest
+	} else {
+		i := strings.LastIndex(line, " -c ") // A comment may hold it, too.
+		if i < 0 {
+			return line, 0
+		}
+		words := strings.SplitN(line[i+len(" -c "):], " ", 3)
+		if len(words) < 2 {
+			return line, 0
+		}
+		count, rule = words[0], strings.Join(append([]string{line[:i]}, words[2:]...), " ")
 	}
-	words := strings.SplitN(line[i+len(" -c "):], " ", 3)
-	if len(words) < 2 {
-		return line + "\n"
+	packets, err := strconv.ParseUint(count, 10, 64)
+	if err != nil {
+		return line, 0
 	}
-	rest := strings.Join(words[2:], " ")
-	return fmt.Sprintf("[%s:%s] %s %s\n", words[0], words[1], line[:i], rest)
+	return rule, packets
 }
 
 // ListChain lists a chain with counters; nothing if there is no such chain.
@@ -89,18 +95,6 @@ func (t *Program) list(ctx context.Context, tbl names.Table, name ...string) ([]
 	return lines, nil
 }
 
-// Packets is the number of packets of a rule, as in
-// "-A KUBE-FORWARD -m conntrack --ctstate INVALID -c 3 156 -j DROP".
-func Packets(rule string) uint64 {
-	_, after, _ := strings.Cut(rule, " -c ")
-	text, _, _ := strings.Cut(after, " ")
-	n, err := strconv.ParseUint(text, 10, 64)
-	if err != nil {
-		return 0 // The line of the chain itself.
-	}
-	return n
-}
-
 // Chains lists chains of a table; those that do not exist are left out. It may run beside all else.
 func (t *Program) Chains(ctx context.Context, tbl names.Table, list []string) (Content, error) {
 	content := Content{}
@@ -119,24 +113,12 @@ func (t *Program) Chains(ctx context.Context, tbl names.Table, list []string) (C
 		var lines []string
 		lines, err = t.list(ctx, tbl)
 		for _, line := range lines {
-			content.Add(withoutCounters(line))
+			rule, _ := Counted(line)
+			content.Add(rule)
 		}
 	}
 	if err != nil {
 		return nil, fmt.Errorf("listing chains of table %s (%s): %w", tbl, t.Family, err)
 	}
 	return content, nil
-}
-
-// withoutCounters removes the counters of a rule as iptables -v -S prints it.
-func withoutCounters(line string) string {
-	before, after, found := strings.Cut(line, " -c ")
-	if !found {
-		return line
-	}
-	words := strings.SplitN(after, " ", 3)
-	if len(words) < 3 {
-		return before
-	}
-	return before + " " + words[2]
 }

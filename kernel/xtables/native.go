@@ -1,6 +1,7 @@
 package xtables
 
 import (
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -97,18 +98,8 @@ func (t *Program) listByChain(ctx context.Context, tbl names.Table, counters fun
 	if err != nil {
 		return nil, nil, err
 	}
-	// What is not ours comes first: it is there that native rules are to be expected, and each costs another run for what is left.
-	slices.SortStableFunc(chains, func(a, b string) int {
-		switch ours := names.IsOurs(tbl, a); {
-		case ours == names.IsOurs(tbl, b):
-			return 0
-		case ours:
-			return 1
-		}
-		return -1
-	})
 	content := Content{}
-	var native, left []string
+	var native, left, ours []string
 	ask := func(name string) error {
 		rules, err := NFTRules(t.Family, tbl, name)
 		content[name] = rules
@@ -116,12 +107,18 @@ func (t *Program) listByChain(ctx context.Context, tbl names.Table, counters fun
 		return err
 	}
 	for _, name := range chains {
-		if len(name) <= names.MaxChainName {
+		if len(name) > names.MaxChainName { // iptables takes no such name.
+			if err := ask(name); err != nil {
+				return nil, nil, err
+			}
+		} else if names.IsOurs(tbl, name) {
+			ours = append(ours, name)
+		} else {
 			left = append(left, name)
-		} else if err := ask(name); err != nil { // iptables takes no such name.
-			return nil, nil, err
 		}
 	}
+	// What is not ours comes first: it is there that native rules are to be expected, and each costs another run for what is left.
+	left = append(left, ours...)
 	for runs := 0; len(left) > 0; runs++ {
 		err := t.listChains(ctx, tbl, left, func(line string) {
 			if content.Add(line); counters != nil {
@@ -132,10 +129,8 @@ func (t *Program) listByChain(ctx context.Context, tbl names.Table, counters fun
 			break
 		}
 		i := -1
-		if failed := (*ReadError)(nil); errors.As(err, &failed) {
-			if m := nativeChain.FindStringSubmatch(failed.message); m != nil {
-				i = slices.Index(left, m[1])
-			}
+		if m := nativeChain.FindStringSubmatch(err.Error()); m != nil {
+			i = slices.Index(left, m[1])
 		}
 		if i < 0 || runs > MostNative {
 			return nil, nil, err
@@ -229,11 +224,7 @@ func (t *Program) handleOf(d deletion) (uint64, error) {
 		}
 		return 0
 	})
-	handles = slices.DeleteFunc(handles, func(h uint64) bool { return h == 0 })
-	if err != nil || len(handles) == 0 {
-		return 0, err
-	}
-	return handles[0], nil
+	return cmp.Or(handles...), err
 }
 
 // nftChains returns the chains of a table, as the kernel lists them.

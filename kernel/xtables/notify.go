@@ -66,19 +66,16 @@ func (n *notifications) message(h netlink.Header, body []byte, suspect func(stri
 // concerns says what of ours a change by another program may have to do with; empty if with nothing. In built-in chains, it
 // is the removal of rules that lead to our chains. Rules that others add there are their business.
 func (n *notifications) concerns(kind uint16, protocol byte, attrs []byte) string {
-	i := slices.IndexFunc(n.tables, func(t watched) bool { return nft.Protocol(t.tool.Family) == protocol })
+	name := func(attr uint16) string { return netlink.Text(netlink.Attribute(attrs, attr)) }
+	t := names.Table(name(unix.NFTA_TABLE_NAME))
+	i := slices.IndexFunc(n.tables, func(w watched) bool { return nft.Protocol(w.tool.Family) == protocol && w.table == t })
 	if i < 0 {
 		return ""
 	}
-	t := names.Table(netlink.Text(netlink.Attribute(attrs, unix.NFTA_TABLE_NAME)))
-	if !slices.Contains(n.tables[i].tables, t) {
-		return ""
-	}
-	name := func(attr uint16) string { return netlink.Text(netlink.Attribute(attrs, attr)) }
-	where := fmt.Sprintf("table %s (%s)", t, n.tables[i].tool.Family)
+	where := n.tables[i]
 	switch kind {
 	case unix.NFT_MSG_DELTABLE:
-		return where + " was removed"
+		return where.String() + " was removed"
 	case unix.NFT_MSG_NEWCHAIN, unix.NFT_MSG_DELCHAIN:
 		if c := name(unix.NFTA_CHAIN_NAME); names.IsOurs(t, c) || names.Builtin(c) && kind == unix.NFT_MSG_DELCHAIN {
 			return fmt.Sprintf("chain %s of %s was made or removed", c, where)

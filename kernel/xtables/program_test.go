@@ -220,16 +220,18 @@ func TestDetectBesideNativeRules(t *testing.T) {
 	}
 }
 
-// TestCountersBesideNativeRules: connections are counted on.
-func TestCountersBesideNativeRules(t *testing.T) {
+// TestCounted: counters are read in both forms, of which the second one is that beside native rules.
+func TestCounted(t *testing.T) {
 	for line, want := range map[string]string{
-		`-A KUBE-SERVICES -d 10.0.0.1/32 -m comment --comment "a -c 1 2" -c 3 156 -j KUBE-SVC-A`: `[3:156] -A KUBE-SERVICES ` +
-			`-d 10.0.0.1/32 -m comment --comment "a -c 1 2" -j KUBE-SVC-A` + "\n",
-		"-A KUBE-X -c 0 0":     "[0:0] -A KUBE-X \n",
-		"-N KUBE-X":            "-N KUBE-X\n",
-		"-P INPUT ACCEPT -c 1": "-P INPUT ACCEPT -c 1\n",
+		`-A KUBE-SERVICES -d 10.0.0.1/32 -m comment --comment "a -c 1 2" -c 3 156 -j KUBE-SVC-A`: `3 -A KUBE-SERVICES ` +
+			`-d 10.0.0.1/32 -m comment --comment "a -c 1 2" -j KUBE-SVC-A`,
+		"[3:156] -A KUBE-X -j DROP": "3 -A KUBE-X -j DROP",
+		"-A KUBE-X -c 5 0":          "5 -A KUBE-X",
+		"-N KUBE-X":                 "0 -N KUBE-X",
+		"-P INPUT ACCEPT -c 1":      "0 -P INPUT ACCEPT -c 1",
 	} {
-		if got := counterFirst(line); got != want {
+		rule, packets := Counted(line)
+		if got := fmt.Sprint(packets, " ", rule); got != want {
 			t.Errorf("%q becomes %q", line, got)
 		}
 	}

@@ -18,23 +18,27 @@ type Watch struct {
 	tables []watched
 
 	mu    sync.Mutex
-	busy  int            // how many syncs are at work
-	sizes map[sized]info // of the legacy variant, as they were after the last sync; nil where that is not watched
-	noted []sized        // tables that others have changed, and that have not been reported yet
-	lost  bool           // whether one of those has fewer entries than before
-	last  time.Time      // when a suspicion was reported last
+	busy  int              // how many syncs are at work
+	sizes map[watched]info // of the legacy variant, as they were after the last sync; nil where that is not watched
+	noted []watched        // tables that others have changed, and that have not been reported yet
+	lost  bool             // whether one of those has fewer entries than before
+	last  time.Time        // when a suspicion was reported last
 	probe *infoSockets
 }
 
-// watched are tables of one family that belong to a backend.
+// watched is a table that belongs to a backend.
 type watched struct {
-	tool   *Program
-	tables []names.Table
+	tool  *Program
+	table names.Table
 }
+
+func (t watched) String() string { return fmt.Sprintf("table %s (%s)", t.table, t.tool.Family) }
 
 // Add has the watch notice changes of tables that p writes. It must be called before Run and Open.
 func (w *Watch) Add(t *Program, tables ...names.Table) {
-	w.tables = append(w.tables, watched{t, tables})
+	for _, name := range tables {
+		w.tables = append(w.tables, watched{t, name})
+	}
 }
 
 // Run calls suspect when another program may have changed something of ours, until ctx ends. It begins with a call: nothing reports
@@ -84,12 +88,6 @@ func (w *Watch) Open() (func(context.Context, func(string)), error) {
 	}, nil
 }
 
-// sized is a table of the legacy variant.
-type sized struct {
-	tool  *Program
-	table names.Table
-}
-
 // PollInterval is how often the sizes of tables are read, and ReportInterval the least time between two suspicions, unless a table
 // has lost entries: those may be ours, and Services may be without rules, while a program that adds to its own rules all the time
 // is not to cost a comparison each time.
@@ -101,11 +99,9 @@ const (
 func (w *Watch) begin(probe *infoSockets, legacy []watched) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.probe, w.sizes, w.noted = probe, map[sized]info{}, nil
+	w.probe, w.sizes, w.noted = probe, map[watched]info{}, nil
 	for _, t := range legacy {
-		for _, name := range t.tables {
-			w.sizes[sized{t.tool, name}] = info{}
-		}
+		w.sizes[t] = info{}
 	}
 	if w.busy == 0 {
 		w.measure()
@@ -138,7 +134,7 @@ func (w *Watch) note() {
 
 // measure reads the sizes of all tables, and returns those that are not as they were, and whether one has lost entries. The lock
 // must be held.
-func (w *Watch) measure() (other []sized, lost bool) {
+func (w *Watch) measure() (other []watched, lost bool) {
 	for s, was := range w.sizes {
 		if now := w.probe.read(s.tool.Family, s.table); now != was {
 			w.sizes[s] = now
@@ -186,7 +182,7 @@ func (w *Watch) Changed() []string {
 	}
 	var out []string
 	for _, s := range w.noted {
-		out = append(out, fmt.Sprintf("table %s (%s)", s.table, s.tool.Family))
+		out = append(out, s.String())
 	}
 	w.noted, w.lost, w.last = nil, false, time.Now()
 	return out

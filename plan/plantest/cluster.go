@@ -163,7 +163,7 @@ func drawDetectLocal(t *rapid.T) plan.DetectLocal {
 		}
 		switch d.Mode {
 		case plan.DetectClusterCIDR:
-			d.CIDRs = append(d.CIDRs, rapid.SampledFrom([]netip.Prefix{worlds[f].podRange, worlds[f].podRange, everything(f)}).
+			d.CIDRs = append(d.CIDRs, rapid.SampledFrom([]netip.Prefix{worlds[f].podRange, worlds[f].podRange, f.All()}).
 				Draw(t, fmt.Sprintf("%s pod range", f)))
 		case plan.DetectNodeCIDR:
 			d.CIDRs = append(d.CIDRs, worlds[f].nodePods)
@@ -181,29 +181,16 @@ func drawDetectLocal(t *rapid.T) plan.DetectLocal {
 // chance is true once in about n times. Simpler cases are those where it is false.
 func chance(t *rapid.T, n int, what string) bool { return rapid.IntRange(0, n-1).Draw(t, what) == n-1 }
 
-// everything is the range of all addresses of a family.
-func everything(f plan.Family) netip.Prefix {
-	if f == plan.IPv6 {
-		return prefix("::/0")
-	}
-	return prefix("0.0.0.0/0")
-}
+var addr, prefix = netip.MustParseAddr, netip.MustParsePrefix
 
-func addr(s string) netip.Addr     { return netip.MustParseAddr(s) }
-func prefix(s string) netip.Prefix { return netip.MustParsePrefix(s) }
+func addrs(list ...string) []netip.Addr { return parsed(list, addr) }
 
-func addrs(list ...string) []netip.Addr {
-	var out []netip.Addr
+func prefixes(list ...string) []netip.Prefix { return parsed(list, prefix) }
+
+func parsed[T any](list []string, parse func(string) T) []T {
+	var out []T
 	for _, s := range list {
-		out = append(out, addr(s))
-	}
-	return out
-}
-
-func prefixes(list ...string) []netip.Prefix {
-	var out []netip.Prefix
-	for _, s := range list {
-		out = append(out, prefix(s))
+		out = append(out, parse(s))
 	}
 	return out
 }

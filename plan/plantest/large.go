@@ -8,16 +8,17 @@ import (
 	"nodeproxy/topology"
 )
 
+// largePods are the addresses of endpoints of large plans.
+var largePods = prefix("10.244.0.0/14")
+
 // Large returns a plan of many Services, the same at every call: n Services, named bench/s0 and so on, each with a cluster IP
 // within 10.96.0.0/12, one TCP port 80 and the given number of endpoints, of which one in a hundred is on this node. All is IPv4.
 // Pods are recognised by the range 10.244.0.0/14, whose addresses the endpoints take in order; up to 65,536 Services have cluster
 // IPs of their own, and up to 262,144 endpoints addresses of their own.
 func Large(n, endpoints int) *plan.Plan {
-	w := worlds[plan.IPv4]
-	pods := netip.MustParsePrefix("10.244.0.0/14")
 	p := plan.New(
-		plan.Node{Name: nodeName, IPs: []netip.Addr{w.node}},
-		plan.Settings{DetectLocal: plan.DetectLocal{Mode: plan.DetectClusterCIDR, CIDRs: []netip.Prefix{pods}}})
+		plan.Node{Name: nodeName, IPs: []netip.Addr{worlds[plan.IPv4].node}},
+		plan.Settings{DetectLocal: plan.DetectLocal{Mode: plan.DetectClusterCIDR, CIDRs: []netip.Prefix{largePods}}})
 	for i := range n {
 		p.Set(LargeService(i, i*endpoints, endpoints))
 	}
@@ -33,17 +34,7 @@ func LargeService(i, first, endpoints int) *plan.ServicePort {
 	sp.Frontends = []plan.Frontend{{
 		Kind: plan.ClusterIP, Addr: nth(netip.MustParsePrefix("10.96.0.0/12"), 10+i), Protocol: plan.TCP, Port: 80,
 	}}
-	list := make([]topology.Endpoint, 0, endpoints)
-	for n := range endpoints {
-		ep := topology.Endpoint{
-			Addr:  netip.AddrPortFrom(nth(netip.MustParsePrefix("10.244.0.0/14"), (first+n)%(1<<18)), 8080),
-			Ready: true, Serving: true, Node: "node-2",
-		}
-		if (first+n)%100 == 0 {
-			ep.Node = nodeName
-		}
-		list = append(list, ep)
-	}
+	list := serving(largePods, first, endpoints, 100)
 	sp.Endpoints = topology.Select(list, topology.Node{Name: nodeName}, topology.UseOf(plan.Cluster, plan.Cluster, false))
 	return sp
 }

@@ -53,11 +53,7 @@ func Pools(f plan.Family) *plan.Plan {
 // there are ten plain Services.
 func Crossed(f plan.Family) *plan.Plan {
 	p := emptyPlan()
-	for i := range 10 {
-		d := plainDraft(f, i)
-		d.sp.Frontends = d.wants
-		p.Set(withEndpoints(d.sp, 2*i, 2))
-	}
+	addPlain(p, f, 10)
 	first := addr("198.51.100.1")
 	if f == plan.IPv6 {
 		first = addr("2001:db8:cafe:babe:1234:5678:9abc:def1")
@@ -85,16 +81,20 @@ func Crossed(f plan.Family) *plan.Plan {
 func Nested(f plan.Family) *rapid.Generator[*plan.Plan] {
 	return rapid.Custom(func(t *rapid.T) *plan.Plan {
 		p := emptyPlan()
-		for i := range rapid.SampledFrom([]int{0, 30, 120}).Draw(t, "plain services") {
-			d := plainDraft(f, i)
-			d.sp.Frontends = d.wants
-			p.Set(withEndpoints(d.sp, 2*i, 2))
-		}
+		addPlain(p, f, rapid.SampledFrom([]int{0, 30, 120}).Draw(t, "plain services"))
 		for i := range rapid.IntRange(1, 4).Draw(t, "hostile services") {
 			drawNested(t, p, f, i)
 		}
 		return p
 	})
+}
+
+func addPlain(p *plan.Plan, f plan.Family, n int) {
+	for i := range n {
+		d := plainDraft(f, i)
+		d.sp.Frontends = d.wants
+		p.Set(withEndpoints(d.sp, 2*i, 2))
+	}
 }
 
 // drawNested draws one Service: addresses that leave a random one at some of its digits, each with a number of ports.
@@ -160,15 +160,7 @@ func emptyPlan() *plan.Plan {
 
 // withEndpoints gives a ServicePort endpoints on other nodes and, for every other one, on this node.
 func withEndpoints(sp *plan.ServicePort, first, count int) *plan.ServicePort {
-	var list []topology.Endpoint
-	for i := range count {
-		ep := topology.Endpoint{Addr: netip.AddrPortFrom(nth(worlds[sp.Key.Family].podRange, 7<<8+first+i), 8080),
-			Ready: true, Serving: true, Node: "node-2"}
-		if i%2 == 1 {
-			ep.Node = nodeName
-		}
-		list = append(list, ep)
-	}
+	list := serving(worlds[sp.Key.Family].podRange, 7<<8+first+1, count, 2)
 	sp.Endpoints = topology.Select(list, topology.Node{Name: nodeName},
 		topology.UseOf(sp.InternalPolicy, sp.ExternalPolicy, sp.HasExternal()))
 	return sp

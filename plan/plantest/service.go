@@ -52,10 +52,8 @@ func isExternal(f plan.Frontend) bool {
 // assign gives each frontend to the first that asks for it, in order of kind and key, and notes the others' as shadowed.
 func assign(drafts []draft) {
 	type claim struct {
-		family   plan.Family
-		addr     netip.Addr
-		protocol plan.Protocol
-		port     uint16
+		family plan.Family
+		plan.Address
 	}
 	type wish struct {
 		frontend plan.Frontend
@@ -73,7 +71,7 @@ func assign(drafts []draft) {
 	})
 	owner := map[claim]plan.Key{}
 	for _, w := range wishes {
-		c := claim{w.sp.Key.Family, w.frontend.Addr, w.frontend.Protocol, w.frontend.Port}
+		c := claim{w.sp.Key.Family, plan.Address{Addr: w.frontend.Addr, Protocol: w.frontend.Protocol, Port: w.frontend.Port}}
 		key, taken := owner[c]
 		switch {
 		case !taken:
@@ -188,13 +186,19 @@ func drawEndpoints(t *rapid.T, w world, label func(string) string) []topology.En
 		out = append(out, ep)
 	}
 	if chance(t, 12, label("has many endpoints")) {
-		for i := range rapid.IntRange(20, 200).Draw(t, label("many endpoints")) {
-			ep := topology.Endpoint{Addr: netip.AddrPortFrom(nth(w.podRange, 5<<8+i), 8080), Ready: true,
-				Serving: true, Node: "node-3"}
-			if i%3 == 0 {
-				ep.Node = nodeName
-			}
-			out = append(out, ep)
+		out = append(out, serving(w.podRange, 5<<8, rapid.IntRange(20, 200).Draw(t, label("many endpoints")), 3)...)
+	}
+	return out
+}
+
+// serving are endpoints at addresses of a range, in order from the first-th on. Those of which the number is a multiple of oneIn are on
+// this node; none if that is 0.
+func serving(within netip.Prefix, first, count, oneIn int) []topology.Endpoint {
+	out := make([]topology.Endpoint, count)
+	for i := range out {
+		out[i] = topology.Endpoint{Addr: netip.AddrPortFrom(nth(within, (first+i)%(1<<18)), 8080), Ready: true, Serving: true, Node: "node-2"}
+		if oneIn > 0 && (first+i)%oneIn == 0 {
+			out[i].Node = nodeName
 		}
 	}
 	return out
@@ -212,12 +216,7 @@ func plainDraft(f plan.Family, i int) draft {
 	if i%2 == 0 {
 		d.wants = append(d.wants, plan.Frontend{Kind: plan.NodePort, Protocol: plan.TCP, Port: uint16(30100 + i)})
 	}
-	for n := range 2 {
-		d.endpoints = append(d.endpoints, topology.Endpoint{
-			Addr:  netip.AddrPortFrom(nth(w.podRange, 6<<8+2*i+n), 8080),
-			Ready: true, Serving: true, Node: "node-2",
-		})
-	}
+	d.endpoints = serving(w.podRange, 6<<8+2*i, 2, 0)
 	return d
 }
 
