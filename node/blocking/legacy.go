@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 
 	"golang.org/x/sys/unix"
 
@@ -91,8 +92,9 @@ func (l *legacyRules) add(family, table, line string) {
 		if l.used && names.IsOurs(names.Table(table), id.Chain) { // There may be very many.
 			return
 		}
-		options, err := restore.Options(text)
+		divided := sync.OnceValues(func() ([]restore.Option, error) { return restore.Options(text) }) // Most are never asked for.
 		l.rules[id] = append(l.rules[id], func(p *packet) rule {
+			options, err := divided()
 			j := textJudgement{judgement: judging(p), sets: l.sets}
 			if err != nil { // No variant prints that.
 				j.unknown("")

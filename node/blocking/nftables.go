@@ -485,7 +485,7 @@ func (r register) part(e *expr.Payload, at uint32) register {
 	return r.whole()
 }
 
-// whole is the register with nothing to say that all of it is known.
+// whole is the register without a mask of what is known, if that is all of it.
 func (r register) whole() register {
 	if isWhole(r.only) {
 		r.only = nil

@@ -44,8 +44,8 @@ type packet struct {
 	dnat  match
 	// in and out are the interfaces by which it comes and leaves; "" where that is not known.
 	in, out string
-	// check is true for what asks for the health of a Service, nat where it is the translation that is looked at, and sources where it is which source
-	// it gets.
+	// check is true for what asks for the health of a Service, nat where its translation is looked at, and sources where that is about which source it
+	// gets.
 	check, nat, sources bool
 	// remarked is true where a change of the mark has it not be masqueraded.
 	remarked bool

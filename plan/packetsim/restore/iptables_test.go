@@ -65,6 +65,7 @@ func TestRestoreErrors(t *testing.T) {
 		{"options of a chain", table("filter", "A", "-A INPUT -j A --to-destination 10.0.0.1"),
 			"chain A takes no option"},
 		{"option of a target", table("filter", "-A INPUT -j DROP --hard"), "target DROP: it takes no option --hard"},
+		{"inverted option of a target", table("nat", "-A OUTPUT -j DNAT ! --to-destination 10.0.0.1"), "target DNAT: it takes no option --to-destination"},
 		{"set", table("filter", "-A INPUT -m set --match-set S dst -j DROP"), "there is no set S"},
 		{"match without its option", table("filter", "-A INPUT -m set -j DROP"), "needs --match-set"},
 		{"SET elsewhere", table("nat", "-A INPUT -j SET --map-set S dst --map-mark"), "does not belong into table nat"},

@@ -54,7 +54,7 @@ func (p *parser) goTo(words []string, _ bool) error { return p.lead(packetsim.Go
 func (p *parser) targetOf(kind targetKind, name string, list []Option) error {
 	options := map[string][]string{}
 	for _, o := range list {
-		if values, known := kind.options[o.Name]; !known || len(o.Values) != values {
+		if values, known := kind.options[o.Name]; !known || o.Not || len(o.Values) != values {
 			return fmt.Errorf("it takes no option %s with %d values", o.Name, len(o.Values))
 		}
 		options[o.Name] = o.Values
