@@ -6,6 +6,7 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"net/netip"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -64,4 +65,25 @@ func TestWrongFileAtStart(t *testing.T) {
 	}
 	close(ended)
 	running.Wait()
+}
+
+// TestHardFail: an address that another program has is an error only with --bind-address-hard-fail.
+func TestHardFail(t *testing.T) {
+	other, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer other.Close()
+	f := newFront()
+	defer f.discard()
+	cfg := &config.Config{Servers: config.Servers{
+		Healthz: netip.MustParseAddrPort("127.0.0.1:0"), Metrics: other.Addr().(*net.TCPAddr).AddrPort(),
+	}}
+	if err := f.prepare(cfg); err != nil {
+		t.Errorf("without the flag: %v", err)
+	}
+	cfg.Servers.HardFail = true
+	if err := f.prepare(cfg); err == nil || !strings.HasPrefix(err.Error(), "--bind-address-hard-fail: metrics server at "+cfg.Servers.Metrics.String()+": ") {
+		t.Errorf("with the flag: %v", err)
+	}
 }
