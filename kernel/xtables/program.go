@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strconv"
+	"sync/atomic"
 	"time"
 
 	goiptables "github.com/coreos/go-iptables/iptables"
@@ -53,6 +54,7 @@ type Program struct {
 	// RandomFully is set where MASQUERADE has --random-fully.
 	RandomFully bool
 	children    children
+	written     atomic.Bool // since a Watch has looked last
 	// RestoreTime and SaveTime end a run of iptables-restore, besides a millisecond for each line of its input, and one that reads.
 	// Find sets them to 30 seconds and a minute.
 	RestoreTime, SaveTime time.Duration

@@ -16,6 +16,7 @@ import (
 // all, but a program that is killed between two tables leaves them at odds. Only one that hangs is ended; then what the kernel has
 // is not known, as after any error.
 func (t *Program) Restore(text string) error {
+	t.written.Store(true)
 	text, deletions := t.deletions(text)
 	if err := t.restoreText(text); err != nil {
 		return err

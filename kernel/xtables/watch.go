@@ -99,17 +99,15 @@ const (
 func (w *Watch) begin(probe *infoSockets, legacy []watched) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.probe, w.sizes, w.noted = probe, map[watched]info{}, nil
+	w.probe, w.sizes, w.noted = probe, make(map[watched]info, len(legacy)), nil
 	for _, t := range legacy {
-		w.sizes[t] = info{}
-	}
-	if w.busy == 0 {
-		w.measure()
+		w.sizes[t] = probe.read(t.tool.Family, t.table)
 	}
 }
 
 // Writing must be called before rules are written, and done after that. The sizes that the tables have then are the right ones, so
-// what others did just before is noted first.
+// what others did just before is noted first, and at the end what they did to tables of a family in which nothing was written: it may
+// have come after these were compared.
 func (w *Watch) Writing() (done func()) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -121,28 +119,24 @@ func (w *Watch) Writing() (done func()) {
 		w.mu.Lock()
 		defer w.mu.Unlock()
 		if w.busy--; w.busy == 0 {
-			w.measure()
+			w.note()
 		}
 	}
 }
 
-// note notes the tables whose size is not what it was. The lock must be held.
+// note reads the sizes of all tables, and notes those that are not as they were though nothing has been written there. The lock must be held.
 func (w *Watch) note() {
-	other, lost := w.measure()
-	w.noted, w.lost = append(w.noted, other...), w.lost || lost
-}
-
-// measure reads the sizes of all tables, and returns those that are not as they were, and whether one has lost entries. The lock
-// must be held.
-func (w *Watch) measure() (other []watched, lost bool) {
 	for s, was := range w.sizes {
-		if now := w.probe.read(s.tool.Family, s.table); now != was {
-			w.sizes[s] = now
-			other = append(other, s)
-			lost = lost || now.entries < was.entries
+		now := w.probe.read(s.tool.Family, s.table)
+		if now != was && !s.tool.written.Load() {
+			w.noted = append(w.noted, s)
+			w.lost = w.lost || now.entries < was.entries
 		}
+		w.sizes[s] = now
 	}
-	return other, lost
+	for s := range w.sizes {
+		s.tool.written.Store(false)
+	}
 }
 
 // poll looks at the sizes of tables now and then. Whoever replaces rules by as many of the same length goes unnoticed here.

@@ -1,0 +1,40 @@
+package xtables
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/names"
+	"nodeproxy/plan"
+)
+
+// TestChangesDuringSync: what another program does to a table while one of the other family is written is noticed, as that table may have
+// been compared before; what is written itself is not.
+func TestChangesDuringSync(t *testing.T) {
+	nstest.Enter(t)
+	var w Watch
+	ours, other := findProgram(t, Legacy, plan.IPv4), findProgram(t, Legacy, plan.IPv6)
+	w.Add(ours, names.NAT)
+	w.Add(other, names.NAT)
+	sh(t, "iptables-legacy -w -t nat -N EARLIER && ip6tables-legacy -w -t nat -N EARLIER")
+	_, err := w.Open()
+	require.NoError(t, err)
+	t.Cleanup(w.probe.close)
+
+	done := w.Writing()
+	sh(t, "ip6tables-legacy -w -t nat -A OUTPUT -j EARLIER")
+	require.NoError(t, ours.Restore("*nat\n:KUBE-A - [0:0]\nCOMMIT\n"))
+	done()
+	assert.Equal(t, []string{"table nat (IPv6)"}, w.Changed())
+
+	done = w.Writing()
+	require.NoError(t, ours.Restore("*nat\n-A KUBE-A -j RETURN\nCOMMIT\n"))
+	done()
+	assert.Empty(t, w.Changed())
+
+	sh(t, "iptables-legacy -w -t nat -F KUBE-A")
+	assert.Equal(t, []string{"table nat (IPv4)"}, w.Changed(), "fewer entries than before are told at once")
+}
