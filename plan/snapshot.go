@@ -76,7 +76,8 @@ func (s *Snapshot) Services() iter.Seq2[Service, []*ServicePort] {
 
 // Publisher makes snapshots of a Plan. Its zero value has published nothing.
 type Publisher struct {
-	latest atomic.Pointer[Snapshot]
+	latest   atomic.Pointer[Snapshot]
+	services *btree.BTreeG[*programmed] // of the latest; only Publish uses it, since a tree must not be read while it is cloned
 }
 
 // Latest returns the last snapshot, or nil if there is none yet. It may be called from any goroutine.
@@ -89,10 +90,11 @@ const nodeDegree = 32
 // is that of what does. Only one goroutine may call it, which is the one that changes the Plan.
 func (p *Publisher) Publish(desired *Plan, change Change) {
 	s := &Snapshot{Generation: 1, Time: time.Now(), Node: desired.Node, Settings: desired.Settings, Partial: desired.Partial}
-	if last := p.latest.Load(); last != nil {
-		s.Generation, s.services = last.Generation+1, *last.services.Clone()
+	last := p.latest.Load()
+	if last != nil {
+		s.Generation = last.Generation + 1
 	} else {
-		s.services = *btree.NewG(nodeDegree, (*programmed).before)
+		p.services = btree.NewG(nodeDegree, (*programmed).before)
 	}
 	touched := map[Service]struct{}{}
 	for k := range change.Keys() {
@@ -102,25 +104,26 @@ func (p *Publisher) Publish(desired *Plan, change Change) {
 		for svc := range desired.ports {
 			touched[svc] = struct{}{}
 		}
-		for svc := range s.Services() {
+		for svc := range last.Services() {
 			touched[svc] = struct{}{}
 		}
 	}
 	for svc := range touched {
-		s.update(svc, desired.ports[svc])
+		p.update(svc, desired.ports[svc], s.Time)
 	}
+	s.services = *p.services.Clone()
 	p.latest.Store(s)
 }
 
-// update gives a Service its ServicePorts, in a snapshot that is being made.
-func (s *Snapshot) update(svc Service, ports []*ServicePort) {
+// update gives a Service its ServicePorts, in the snapshot of a time that is being made.
+func (p *Publisher) update(svc Service, ports []*ServicePort, now time.Time) {
 	if len(ports) == 0 {
-		s.services.Delete(&programmed{service: &svc})
+		p.services.Delete(&programmed{service: &svc})
 		return
 	}
-	e := &programmed{&ports[0].Key.Service, ports, s.Time}
-	if was, found := s.services.Get(e); !found || !slices.Equal(was.ports, ports) {
+	e := &programmed{&ports[0].Key.Service, ports, now}
+	if was, found := p.services.Get(e); !found || !slices.Equal(was.ports, ports) {
 		e.ports = slices.Clone(ports)
-		s.services.ReplaceOrInsert(e)
+		p.services.ReplaceOrInsert(e)
 	}
 }

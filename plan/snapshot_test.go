@@ -173,6 +173,10 @@ func TestSnapshotReaders(t *testing.T) {
 					t.Errorf("generation %d comes after %d", s.Generation, last)
 				}
 				last = s.Generation
+				k := keys[s.Generation%uint64(len(keys))]
+				if sp, _ := s.Programmed(k); sp != nil && !s.Serves(k.Service) {
+					t.Errorf("generation %d has %s, and not its Service", s.Generation, k)
+				}
 				n := 0
 				for _, ports := range s.Services() {
 					for _, sp := range ports { // The writer changes all families of a Service at once.

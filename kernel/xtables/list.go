@@ -33,26 +33,21 @@ func (t *Program) SaveCounters(ctx context.Context, each func(line string)) erro
 // Counted takes the counters out of a line that iptables-save -c or iptables -v -S prints, such as "[3:156] -A KUBE-X -j DROP" and
 // "-A KUBE-X -c 3 156 -j DROP". A line without counters is as it was.
 func Counted(line string) (rule string, packets uint64) {
-	var count string
 	if counters, rest, found := strings.Cut(line, "] "); found && strings.HasPrefix(line, "[") {
-		count, _, _ = strings.Cut(counters[1:], ":")
-		rule = rest
-	} else {
-		i := strings.LastIndex(line, " -c ") // A comment may hold it, too.
-		if i < 0 {
-			return line, 0
+		count, _, _ := strings.Cut(counters[1:], ":")
+		if packets, err := strconv.ParseUint(count, 10, 64); err == nil {
+			return rest, packets
 		}
-		words := strings.SplitN(line[i+len(" -c "):], " ", 3)
-		if len(words) < 2 {
-			return line, 0
-		}
-		count, rule = words[0], strings.Join(append([]string{line[:i]}, words[2:]...), " ")
-	}
-	packets, err := strconv.ParseUint(count, 10, 64)
-	if err != nil {
 		return line, 0
 	}
-	return rule, packets
+	// A comment before them may hold it, too, and so may what a target behind them logs.
+	for i := strings.LastIndex(line, " -c "); i >= 0; i = strings.LastIndex(line[:i], " -c ") {
+		words := strings.SplitN(line[i+len(" -c "):], " ", 3)
+		if packets, err := strconv.ParseUint(words[0], 10, 64); err == nil && len(words) > 1 {
+			return strings.Join(append([]string{line[:i]}, words[2:]...), " "), packets
+		}
+	}
+	return line, 0
 }
 
 // ListChain lists a chain with counters; nothing if there is no such chain.

@@ -225,10 +225,11 @@ func TestCounted(t *testing.T) {
 	for line, want := range map[string]string{
 		`-A KUBE-SERVICES -d 10.0.0.1/32 -m comment --comment "a -c 1 2" -c 3 156 -j KUBE-SVC-A`: `3 -A KUBE-SERVICES ` +
 			`-d 10.0.0.1/32 -m comment --comment "a -c 1 2" -j KUBE-SVC-A`,
-		"[3:156] -A KUBE-X -j DROP": "3 -A KUBE-X -j DROP",
-		"-A KUBE-X -c 5 0":          "5 -A KUBE-X",
-		"-N KUBE-X":                 "0 -N KUBE-X",
-		"-P INPUT ACCEPT -c 1":      "0 -P INPUT ACCEPT -c 1",
+		`-A KUBE-X -c 3 156 -j LOG --log-prefix "a -c b"`: `3 -A KUBE-X -j LOG --log-prefix "a -c b"`,
+		"[3:156] -A KUBE-X -j DROP":                       "3 -A KUBE-X -j DROP",
+		"-A KUBE-X -c 5 0":                                "5 -A KUBE-X",
+		"-N KUBE-X":                                       "0 -N KUBE-X",
+		"-P INPUT ACCEPT -c 1":                            "0 -P INPUT ACCEPT -c 1",
 	} {
 		rule, packets := Counted(line)
 		if got := fmt.Sprint(packets, " ", rule); got != want {
