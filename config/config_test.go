@@ -8,6 +8,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/plan"
 )
 
@@ -159,9 +161,7 @@ func TestFlags(t *testing.T) {
 		t.Run(tc.args, func(t *testing.T) {
 			t.Parallel()
 			got, err := parse(t, strings.Fields(tc.args)...)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			want := defaults()
 			tc.change(&want)
 			got.Findings, got.Configz = nil, nil // TestFindings is about them.
@@ -177,9 +177,7 @@ func TestObjectsComeFromOnePlace(t *testing.T) {
 	t.Parallel()
 	api, err := parse(t, "--manifests=", "--kubeconfig=k", "--master=https://[fd00::1]:6443", "--kube-api-qps=50",
 		"--kube-api-burst=100", "--kube-api-content-type=application/json")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	want := APIServer{Kubeconfig: "k", Master: "https://[fd00::1]:6443", ContentType: "application/json", QPS: 50, Burst: 100}
 	if api.Manifests != "" || api.API != want {
 		t.Errorf("got manifests %q and %+v", api.Manifests, api.API)
@@ -277,9 +275,7 @@ func TestWrongFlags(t *testing.T) {
 func TestNodeNameIsTheHosts(t *testing.T) {
 	t.Parallel()
 	host, err := os.Hostname()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	got, err := parse(t, "--node-name= ")
 	if err != nil || got.NodeName != strings.ToLower(host) {
 		t.Errorf("got %v, %v; want %s", got, err, host)

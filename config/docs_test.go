@@ -10,6 +10,7 @@ import (
 	"testing"
 
 	"github.com/spf13/pflag"
+	"github.com/stretchr/testify/require"
 	proxyconfig "k8s.io/kube-proxy/config/v1alpha1"
 )
 
@@ -42,9 +43,7 @@ func refusal(t *testing.T, field, value string) string {
 		body += "detectLocalMode: InterfaceNamePrefix\n"
 	}
 	path := writeFile(t, "")
-	if err := os.WriteFile(path, []byte(body), 0o644); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(path, []byte(body), 0o644))
 	_, err := flagsOf(t, "--config="+path, "--manifests=m", "--node-name=node1").Config()
 	if err == nil {
 		t.Fatalf("%s: %s is accepted", field, value)
@@ -166,9 +165,7 @@ func TestConfigurationFields(t *testing.T) {
 		text = head + "<!-- " + name + ": make docs writes this -->\n" + want + "<!-- end -->" + tail
 	}
 	if os.Getenv("UPDATE") != "" {
-		if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.WriteFile(path, []byte(text), 0o644))
 	}
 }
 

@@ -7,6 +7,8 @@ import (
 	"reflect"
 	"strings"
 	"testing"
+
+	"github.com/stretchr/testify/require"
 )
 
 var update = flag.Bool("update", false, "write the golden files anew")
@@ -25,9 +27,7 @@ func TestEffectiveGolden(t *testing.T) {
 		got := must(e.YAML())(t)
 		path := filepath.Join("testdata", tc.golden)
 		if *update {
-			if err := os.WriteFile(path, got, 0o644); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, os.WriteFile(path, got, 0o644))
 		}
 		want := must(os.ReadFile(path))(t)
 		if string(got) != string(want) {
@@ -44,9 +44,7 @@ func TestEffectiveIsAFile(t *testing.T) {
 		first := must(flagsOf(t, append(strings.Fields(args), "--manifests=m")...).Effective())(t)
 		text := must(first.YAML())(t)
 		path := filepath.Join(t.TempDir(), "config.yaml")
-		if err := os.WriteFile(path, text, 0o644); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.WriteFile(path, text, 0o644))
 		a := must(first.Config())(t)
 		b := must(flagsOf(t, "--config="+path, "--manifests=m").Config())(t)
 		a.Findings, b.Findings, a.Configz, b.Configz = nil, nil, nil, nil

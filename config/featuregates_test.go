@@ -7,6 +7,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/stretchr/testify/require"
 )
 
 // gateTable is the table of docs/feature-gates.md: a row for each gate that is a service proxy's business.
@@ -35,9 +37,7 @@ func TestFeatureGateTable(t *testing.T) {
 	rows := strings.Split("| `"+strings.TrimSuffix(table, "\n"), "\n")
 	want := gateTable()
 	if *update {
-		if err := os.WriteFile(path, []byte(head+strings.Join(want, "\n")+"\n"), 0o644); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.WriteFile(path, []byte(head+strings.Join(want, "\n")+"\n"), 0o644))
 		return
 	}
 	for i := range max(len(rows), len(want)) {

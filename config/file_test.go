@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/spf13/pflag"
+	"github.com/stretchr/testify/require"
 	proxyconfig "k8s.io/kube-proxy/config/v1alpha1"
 
 	"nodeproxy/plan"
@@ -24,9 +25,7 @@ const header = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyCon
 func writeFile(t *testing.T, body string) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "config.yaml")
-	if err := os.WriteFile(path, []byte(header+body), 0o644); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(path, []byte(header+body), 0o644))
 	return path
 }
 
@@ -36,9 +35,7 @@ func flagsOf(t *testing.T, args ...string) *Flags {
 	f := &Flags{}
 	fs := pflag.NewFlagSet("nodeproxy", pflag.ContinueOnError)
 	f.Add(fs)
-	if err := fs.Parse(args); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, fs.Parse(args))
 	return f
 }
 
@@ -46,9 +43,7 @@ func flagsOf(t *testing.T, args ...string) *Flags {
 func must[T any](v T, err error) func(*testing.T) T {
 	return func(t *testing.T) T {
 		t.Helper()
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		return v
 	}
 }
@@ -407,9 +402,7 @@ func TestFilesOfAnotherKind(t *testing.T) {
 			`FILE:1: apiVersion: must be "kubeproxy.config.k8s.io/v1alpha1", not "kubeproxy.config.k8s.io/v1alpha2"`},
 	} {
 		path := filepath.Join(t.TempDir(), "config.yaml")
-		if err := os.WriteFile(path, []byte(tc.content), 0o644); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.WriteFile(path, []byte(tc.content), 0o644))
 		_, err := flagsOf(t, "--config="+path, "--manifests=m").Config()
 		if err == nil || strings.ReplaceAll(err.Error(), path, "FILE") != tc.want {
 			t.Errorf("%q: got\n%v\nwant\n%s", tc.content, err, tc.want)
@@ -422,9 +415,7 @@ func TestFilesOfAnotherKind(t *testing.T) {
 	// JSON is YAML.
 	path := filepath.Join(t.TempDir(), "config.json")
 	text := `{"apiVersion":"kubeproxy.config.k8s.io/v1alpha1","kind":"KubeProxyConfiguration","iptables":{"masqueradeBit":7}}`
-	if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(path, []byte(text), 0o644))
 	if c, err := flagsOf(t, "--config="+path, "--manifests=m").Config(); err != nil || c.MasqueradeBit != 7 {
 		t.Errorf("JSON: %+v, %v", c, err)
 	}

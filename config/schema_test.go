@@ -7,6 +7,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"k8s.io/apimachinery/pkg/api/resource"
 	proxyconfig "k8s.io/kube-proxy/config/v1alpha1"
 )
@@ -92,9 +93,7 @@ func TestChartSchema(t *testing.T) {
 	const path, mark, end = "../deploy/chart/values.schema.json", "\n    \"config\": {", "\n  }\n}\n"
 	text := must(os.ReadFile(path))(t)
 	schema, err := json.MarshalIndent(schemaOf(t, reflect.ValueOf(&proxyconfig.KubeProxyConfiguration{}).Elem(), ""), "    ", "  ")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	at := strings.LastIndex(string(text), mark)
 	if at < 0 || !strings.HasSuffix(string(text), end) {
 		t.Fatalf("%s does not end with $defs.config", path)

@@ -8,6 +8,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/stretchr/testify/require"
 )
 
 // watched runs Watch on a file and returns what it tells: the masquerade bit of each configuration, or the error.
@@ -63,9 +65,7 @@ func bit(n int) string { return fmt.Sprintf("%siptables: {masqueradeBit: %d}\n",
 
 func write(t *testing.T, path, content string) {
 	t.Helper()
-	if err := os.WriteFile(path, []byte(content), 0o644); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(path, []byte(content), 0o644))
 }
 
 func TestWatch(t *testing.T) {
@@ -85,13 +85,9 @@ func TestWatch(t *testing.T) {
 	write(t, path, header+"mode: nonsense\n")
 	expect(t, told, `FILE:3: mode: "nonsense" is not supported; iptables, ipvs and nftables are`)
 	write(t, path+".new", bit(3)) // As editors do.
-	if err := os.Rename(path+".new", path); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.Rename(path+".new", path))
 	expect(t, told, "bit 3")
-	if err := os.Remove(path); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.Remove(path))
 	expect(t, told, "--config: open FILE: no such file or directory")
 	write(t, path, bit(4))
 	expect(t, told, "bit 4")
@@ -116,9 +112,7 @@ func TestWatchConfigMap(t *testing.T) {
 		"volume": func(_ *testing.T, volume string) string { return volume },
 		"link to a volume": func(t *testing.T, volume string) string {
 			link := filepath.Join(t.TempDir(), "link")
-			if err := os.Symlink(volume, link); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, os.Symlink(volume, link))
 			return link
 		},
 	} {
@@ -127,26 +121,16 @@ func TestWatchConfigMap(t *testing.T) {
 			volume := t.TempDir()
 			swap := func(version string, content string) {
 				dir := filepath.Join(volume, "..version_"+version)
-				if err := os.Mkdir(dir, 0o755); err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, os.Mkdir(dir, 0o755))
 				write(t, filepath.Join(dir, "config.conf"), content)
-				if err := os.Symlink(filepath.Base(dir), filepath.Join(volume, "..data_tmp")); err != nil {
-					t.Fatal(err)
-				}
-				if err := os.Rename(filepath.Join(volume, "..data_tmp"), filepath.Join(volume, "..data")); err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, os.Symlink(filepath.Base(dir), filepath.Join(volume, "..data_tmp")))
+				require.NoError(t, os.Rename(filepath.Join(volume, "..data_tmp"), filepath.Join(volume, "..data")))
 			}
 			swap("1", bit(1))
-			if err := os.Symlink("..data/config.conf", filepath.Join(volume, "config.conf")); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, os.Symlink("..data/config.conf", filepath.Join(volume, "config.conf")))
 			told := watched(t, filepath.Join(mount(t, volume), "config.conf"))
 			swap("2", bit(2))
-			if err := os.RemoveAll(filepath.Join(volume, "..version_1")); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, os.RemoveAll(filepath.Join(volume, "..version_1")))
 			expect(t, told, "bit 2")
 			swap("3", bit(33))
 			expect(t, told, "FILE:3: iptables.masqueradeBit: 33 is not within 0-31")

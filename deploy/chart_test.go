@@ -8,6 +8,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"go.yaml.in/yaml/v3"
 )
 
@@ -35,13 +36,9 @@ func rows(t *testing.T, node *yaml.Node, prefix string) string {
 			continue
 		}
 		var v any
-		if err := value.Decode(&v); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, value.Decode(&v))
 		text, err := json.Marshal(v)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		shown := "`" + string(text) + "`"
 		if len(text) > 100 {
 			shown = "see values.yaml"
@@ -55,19 +52,13 @@ func rows(t *testing.T, node *yaml.Node, prefix string) string {
 func TestChartValues(t *testing.T) {
 	t.Parallel()
 	values, err := os.ReadFile("chart/values.yaml")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var doc yaml.Node
-	if err := yaml.Unmarshal(values, &doc); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, yaml.Unmarshal(values, &doc))
 	want := "| value | default | |\n|---|---|---|\n" + rows(t, doc.Content[0], "")
 	const path, mark, end = "../docs/chart.md", "<!-- values: make docs writes this -->\n", "<!-- end -->"
 	text, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	head, rest, found := strings.Cut(string(text), mark)
 	got, tail, ended := strings.Cut(rest, end)
 	switch {
@@ -77,8 +68,6 @@ func TestChartValues(t *testing.T) {
 	case os.Getenv("UPDATE") == "":
 		t.Errorf("%s does not have the values of the chart; \"make docs\" mends it", path)
 	default:
-		if err := os.WriteFile(path, []byte(head+mark+want+end+tail), 0o644); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.WriteFile(path, []byte(head+mark+want+end+tail), 0o644))
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"go.yaml.in/yaml/v3"
 )
 
@@ -16,9 +17,7 @@ func TestUnitCapabilities(t *testing.T) {
 	want := []string{"SYS_PTRACE", "SYS_RESOURCE"}
 	for _, path := range []string{"base/daemonset.yaml", "overlays/ipvs/daemonset.yaml"} {
 		text, err := Files.ReadFile(path)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		type container struct {
 			SecurityContext struct{ Capabilities struct{ Add []string } } `yaml:"securityContext"`
 		}
@@ -32,9 +31,7 @@ func TestUnitCapabilities(t *testing.T) {
 				}
 			}
 		}
-		if err := yaml.Unmarshal(text, &ds); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, yaml.Unmarshal(text, &ds))
 		containers := append(ds.Spec.Template.Spec.InitContainers, ds.Spec.Template.Spec.Containers...)
 		if len(containers) != 1 || len(containers[0].SecurityContext.Capabilities.Add) == 0 {
 			t.Fatalf("%s: containers %+v, want one with capabilities", path, containers)
@@ -45,9 +42,7 @@ func TestUnitCapabilities(t *testing.T) {
 	want = slices.Compact(want)
 
 	unit, err := os.ReadFile("systemd/nodeproxy.service")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	_, line, _ := strings.Cut(string(unit), "\nCapabilityBoundingSet=")
 	line, _, _ = strings.Cut(line, "\n")
 	got := strings.Fields(strings.ReplaceAll(line, "CAP_", ""))

@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
 	"k8s.io/utils/ptr"
 
@@ -77,14 +78,10 @@ func TestAffinityKeepsServer(t *testing.T) {
 		endpoints = append(endpoints, w.Ready("n3b")...)
 		logged := len(d.Log())
 		w.Write(t, "sticky.yaml", harness.Objects(s, endpoints...)...)
-		if err := d.WaitForAfter(logged, harness.Limit, harness.InSync); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, d.WaitForAfter(logged, harness.Limit, harness.InSync))
 		check("after an endpoint came")
 
-		if err := d.Stop(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, d.Stop())
 		w.Run(t, variant, clusterCIDR)
 		check("after a restart")
 

@@ -4,6 +4,8 @@ import (
 	"net/netip"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -20,9 +22,7 @@ func TestAPIServerAddress(t *testing.T) {
 		w := harness.New(t, harness.Options{})
 		w.Write(t, "nodes.yaml", w.NodeObjects()...)
 		server := w.Nodes[1]
-		if err := w.ServeTCP(server.Netns, "api", netip.AddrPortFrom(netip.IPv6Unspecified(), port)); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, w.ServeTCP(server.Netns, "api", netip.AddrPortFrom(netip.IPv6Unspecified(), port)))
 		api := harness.Service("kubernetes", 2, harness.ClusterOnly, func(s *v1.Service) {
 			s.Namespace = "default"
 			s.Spec.Ports = []v1.ServicePort{{Name: "https", Port: 443, Protocol: v1.ProtocolTCP}}
@@ -46,9 +46,7 @@ func TestAPIServerAddress(t *testing.T) {
 		})
 		w.Write(t, "evil.yaml", harness.Objects(evil, w.Ready("n1a")...)...)
 		d := w.Run(t, variant, clusterCIDR)
-		if err := d.WaitFor(harness.Limit, "is the address and port of the API server itself"); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, d.WaitFor(harness.Limit, "is the address and port of the API server itself"))
 		for _, family := range families {
 			for _, client := range []*harness.Host{w.Pod("n1c").Host, w.Node1().Host} {
 				for to, answers := range map[netip.AddrPort]string{
@@ -56,9 +54,7 @@ func TestAPIServerAddress(t *testing.T) {
 					netip.AddrPortFrom(harness.AddressesOf(2).ClusterIP(family), 443):  "api",
 					netip.AddrPortFrom(harness.AddressesOf(1).ClusterIP(family), port): "n1a",
 				} {
-					if err := serversOf(client, "tcp", to, answers); err != nil {
-						t.Error(err)
-					}
+					assert.NoError(t, serversOf(client, "tcp", to, answers))
 				}
 			}
 		}

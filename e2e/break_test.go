@@ -7,6 +7,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 )
 
@@ -72,9 +74,7 @@ func refuseTables(t *testing.T, w *harness.World) (refuse func(bool)) {
 		if in, err = owner.StdinPipe(); err != nil {
 			t.Fatal(err)
 		}
-		if err := w.Node1().Start(owner); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, w.Node1().Start(owner))
 		var line strings.Builder
 		for _, family := range []string{"ip", "ip6"} {
 			const table = "%[1]s table %[2]s nodeproxy; "

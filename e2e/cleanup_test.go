@@ -4,25 +4,21 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 )
 
 // TestCleanup: after "nodeproxy cleanup" nothing is left of nodeproxy's; what others have stays. A dry run prints as much, and
 // changes nothing. What a kube-proxy leaves is in the tests of cmd/nodeproxy.
 func TestCleanup(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		w.Write(t, "s.yaml", harness.Objects(harness.Service("s", 1), w.Ready("n1a", "n2a")...)...)
 		const foreign = "192.0.2.77/32"
 		output(t, w, variant.Tool("iptables")+" -t nat -A PREROUTING -s "+foreign+" -j ACCEPT")
-		if err := w.Run(t, variant, clusterCIDR).Stop(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, w.Run(t, variant, clusterCIDR).Stop())
 		binary, err := harness.Binary()
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		ran := held(t, w, variant)
 		dry := output(t, w, binary+" cleanup --dry-run")
 		if after := held(t, w, variant); after != ran {

@@ -128,9 +128,7 @@ func wantCompact(t *testing.T, w *harness.World, variant harness.Variant, want b
 
 // TestCompactChanges: changes between the forms, of one Service and of all, fail no request.
 func TestCompactChanges(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		many, few := crowd(w), crowd(w)[:3]
 		w.Write(t, "crowd.yaml", many...)
 		set := func(pods ...string) {

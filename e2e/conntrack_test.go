@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	"github.com/vishvananda/netlink"
 	v1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/intstr"
@@ -42,9 +43,7 @@ const (
 func talk(t *testing.T, from *harness.Host, to netip.AddrPort) *talker {
 	t.Helper()
 	conn, err := from.Dial("udp", to, time.Now().Add(time.Hour))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	k := &talker{name: fmt.Sprintf("%s to %s", from.Name, to), conn: conn}
 	done := make(chan struct{})
 	go func() {
@@ -153,9 +152,7 @@ func allHear(t *testing.T, what string, all []*talker, want ...string) {
 // TestUDPClientsFollowEndpoints: UDP clients that keep their port, and never pause, follow each change of endpoints: to
 // another one, to none (kubernetes/kubernetes#139628), back to one, and from before the Service existed.
 func TestUDPClientsFollowEndpoints(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		s := harness.Service("s", 1)
 		set := func(pods ...string) { w.Write(t, "s.yaml", harness.Objects(s, w.Ready(pods...)...)...) }
 		w.Run(t, variant, clusterCIDR)
@@ -178,9 +175,7 @@ func TestUDPClientsFollowEndpoints(t *testing.T) {
 // TestUDPEndpointReturns: UDP clients come back to an endpoint that has left for a moment, however often that happens, though
 // answers of its are on their way when it leaves.
 func TestUDPEndpointReturns(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		s := harness.Service("s", 1)
 		set := func(pods ...string) { w.Write(t, "s.yaml", harness.Objects(s, w.Ready(pods...)...)...) }
 		set("n2a")
@@ -201,9 +196,7 @@ func TestUDPEndpointReturns(t *testing.T) {
 // TestUDPServiceRecreated: when a Service is deleted, its UDP clients no longer reach its endpoint; when it is made anew,
 // with the same addresses and another endpoint, they reach that one (kubernetes/kubernetes#141371).
 func TestUDPServiceRecreated(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		s := harness.Service("s", 1)
 		w.Write(t, "s.yaml", harness.Objects(s, w.Ready("n1a")...)...)
 		w.Run(t, variant, clusterCIDR)
@@ -219,9 +212,7 @@ func TestUDPServiceRecreated(t *testing.T) {
 // TestUDPServiceDeletedWhileDown: of what changed while no proxy ran, the next one removes the flows at its start: to an
 // endpoint that was replaced, and to the cluster IP of a Service that was deleted.
 func TestUDPServiceDeletedWhileDown(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		kept, deleted := harness.Service("kept", 1), harness.Service("deleted", 2)
 		w.Write(t, "kept.yaml", harness.Objects(kept, w.Ready("n1a")...)...)
 		w.Write(t, "deleted.yaml", harness.Objects(deleted, w.Ready("n1a")...)...)
@@ -232,9 +223,7 @@ func TestUDPServiceDeletedWhileDown(t *testing.T) {
 			toDeleted = append(toDeleted, talk(t, w.Client, clusterIP(2, family)))
 		}
 		allHear(t, "the start", slices.Concat(all, toDeleted), "n1a")
-		if err := d.Stop(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, d.Stop())
 		w.Remove(t, "deleted.yaml")
 		w.Write(t, "kept.yaml", harness.Objects(kept, w.Ready("n2a")...)...)
 		time.Sleep(200 * time.Millisecond) // The objects change while no proxy runs: nothing is to happen.
@@ -248,9 +237,7 @@ func TestUDPServiceDeletedWhileDown(t *testing.T) {
 // TestUDPFlowsStay: a flow stays with an endpoint that is terminating but still serves, with one that policy Local leaves
 // out from now on, and with any while the daemon restarts; new flows go where they should.
 func TestUDPFlowsStay(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		s := harness.Service("s", 1)
 		w.Write(t, "s.yaml", harness.Objects(s, w.Ready("n2a")...)...)
 		d := w.Run(t, variant, clusterCIDR)
@@ -275,9 +262,7 @@ func TestUDPFlowsStay(t *testing.T) {
 			eventually(t, "new flows", func() error { return serversOf(w.Client, "udp", clusterIP(1, family), "n1a") })
 		}
 		stay("terminating but serving")
-		if err := d.Stop(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, d.Stop())
 		w.Run(t, variant, clusterCIDR)
 		stay("restart")
 		local := harness.Service("s", 1, harness.Policies("Local", "Local"))
@@ -295,9 +280,7 @@ func TestUDPFlowsStay(t *testing.T) {
 // when that node port's endpoints change (kubernetes/kubernetes#49881). The node masquerades such flows here, to a random
 // port each, so a flow that was removed shows as another source port.
 func TestUDPFlowToNodePortNumberElsewhere(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		s := harness.Service("s", 1)
 		set := func(pods ...string) { w.Write(t, "s.yaml", harness.Objects(s, w.Ready(pods...)...)...) }
 		set("n1a")
@@ -307,9 +290,7 @@ func TestUDPFlowToNodePortNumberElsewhere(t *testing.T) {
 		for i, tool := range []string{"iptables", "ip6tables"} {
 			_, err := w.Node1().Output(variant.Tool(tool), "-w", "-t", "nat", "-A", "POSTROUTING", "-p", "udp",
 				"-s", pod.IP(families[i]).String(), "-d", w.Client.IP(families[i]).String(), "-j", "MASQUERADE", "--random-fully")
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 		}
 		for _, family := range families {
 			to := netip.AddrPortFrom(w.Client.IP(family), number)
@@ -343,9 +324,7 @@ func serveSourcePort(t *testing.T, n *harness.Netns, at netip.AddrPort) {
 		c, err = net.ListenUDP("udp", net.UDPAddrFromAddrPort(at))
 		return err
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { c.Close() })
 	go func() {
 		buf := make([]byte, 2048)
@@ -364,9 +343,7 @@ func serveSourcePort(t *testing.T, n *harness.Netns, at netip.AddrPort) {
 // TestSCTPFlows: SCTP flows to an endpoint that is gone are removed, and those to one in use are not. This is about the
 // kernel's entries alone, since few kernels have SCTP sockets.
 func TestSCTPFlows(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		s := harness.Service("s", 1, func(s *v1.Service) {
 			s.Spec.Ports = []v1.ServicePort{{Name: "sctp", Protocol: v1.ProtocolSCTP, Port: harness.ServicePort,
 				TargetPort: intstr.FromInt32(8080), NodePort: int32(harness.AddressesOf(1).NodePort)}}
@@ -384,9 +361,7 @@ func TestSCTPFlows(t *testing.T) {
 		tracked := func(family int) map[string]int {
 			out := map[string]int{}
 			flows, err := w.Node1().Netlink().ConntrackTableList(netlink.ConntrackTable, netlinkFamily(family))
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			for _, f := range flows {
 				if f.Forward.Protocol == syscall.IPPROTO_SCTP {
 					out[f.Reverse.SrcIP.String()]++

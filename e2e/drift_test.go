@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 )
 
@@ -108,9 +110,7 @@ func repairs(t *testing.T, faults []driftFault) {
 			lines := len(d.Log())
 			output(t, w, strings.ReplaceAll(f.do, "{}", string(variant)))
 			begin := time.Now()
-			if err := d.WaitForAfter(lines, harness.Limit, "it has been repaired", f.words); err != nil {
-				t.Fatalf("%s: %v", f.name, err)
-			}
+			require.NoError(t, d.WaitForAfter(lines, harness.Limit, "it has been repaired", f.words), "%s", f.name)
 			took := time.Since(begin)
 			if now := heldTwice(t, w, variant); now != want {
 				t.Errorf("%s: %s", f.name, firstDifference(want, now))
@@ -181,9 +181,7 @@ func driftCount(t *testing.T, w *harness.World, which, kind string) int {
 		t.Fatalf("no counter of drift %s of kind %s", which, kind)
 	}
 	n, err := strconv.Atoi(m[1])
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return n
 }
 
@@ -191,9 +189,7 @@ func driftCount(t *testing.T, w *harness.World, which, kind string) int {
 func scrape(t *testing.T, w *harness.World) string {
 	t.Helper()
 	text, err := scraped(w)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return text
 }
 
@@ -214,9 +210,7 @@ func scraped(w *harness.World) (string, error) {
 
 // TestDriftNoStorm: another program that writes a hundred unrelated rules a second does not keep nodeproxy busy comparing.
 func TestDriftNoStorm(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		manyServices(t, w)
 		rule(t, w, variant, "-t nat -N CNI-OTHER")
 		d := w.Run(t, variant, clusterCIDR)

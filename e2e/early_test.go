@@ -8,6 +8,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"github.com/vishvananda/netlink"
 
 	"nodeproxy/e2e/harness"
@@ -137,14 +139,10 @@ func TestEarlyConnections(t *testing.T) {
 		succeed(t, "a new Service", all, "n2a")
 
 		// Nobody notices what has been taken away before the connections have begun.
-		if err := syscall.Kill(d.PID(), syscall.SIGSTOP); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, syscall.Kill(d.PID(), syscall.SIGSTOP))
 		takeAway(t, w, variant)
 		all = beginAll(t, w, true)
-		if err := syscall.Kill(d.PID(), syscall.SIGCONT); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, syscall.Kill(d.PID(), syscall.SIGCONT))
 		succeed(t, "a repair", all, "n2a")
 	})
 }
@@ -185,9 +183,7 @@ func TestEarlyConnectionsAtStart(t *testing.T) {
 // TestIPVSOwnConnectionForgotten: a connection of the node itself goes on after the kernel's connection tracking has forgotten it,
 // with the source that it has, which a connection has kept that began before there were rules.
 func TestIPVSOwnConnectionForgotten(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		w.Write(t, "s.yaml", harness.Objects(harness.Service("s", 1), w.Ready("n2a")...)...)
 		if err := w.Run(t, variant, clusterCIDR).Kill(); err != nil { // so that nobody repairs the rules
 			t.Fatal(err)
@@ -206,9 +202,7 @@ func TestIPVSOwnConnectionForgotten(t *testing.T) {
 		for _, family := range families {
 			for _, to := range []netip.AddrPort{clusterIP(1, family), externalIP(1, family), vip(1, family)} {
 				c, err := node.ConverseFrom(node.IP(family), to)
-				if err != nil {
-					t.Fatalf("from %s to %s: %v", node.IP(family), to, err)
-				}
+				require.NoError(t, err, "from %s to %s", node.IP(family), to)
 				t.Cleanup(c.Close)
 				if c.With.Source != node.IP(family) {
 					t.Fatalf("%s: the server sees %s, not %s", to, c.With.Source, node.IP(family))
@@ -217,13 +211,9 @@ func TestIPVSOwnConnectionForgotten(t *testing.T) {
 			}
 		}
 		acceptAll("-D")
-		if err := node.Netlink().ConntrackTableFlush(netlink.ConntrackTable); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, node.Netlink().ConntrackTableFlush(netlink.ConntrackTable))
 		for to, c := range open {
-			if err := c.Echo("line"); err != nil {
-				t.Errorf("to %s: %v", to, err)
-			}
+			assert.NoError(t, c.Echo("line"), "to %s", to)
 			// What begins now is masqueraded: the node uses the address of the Service, which the endpoint can't answer.
 			if got := node.Ask("tcp", to, harness.Patient); got.Outcome != harness.Answered {
 				t.Errorf("a new one to %s: %v", to, got)

@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	"github.com/vishvananda/netlink"
 	v1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/intstr"
@@ -26,12 +27,8 @@ func TestExternalIPOfAnotherHost(t *testing.T) {
 		host, node := w.Nodes[1], w.Node1()
 		for _, port := range []uint16{harness.ServicePort, other, own} {
 			at := netip.AddrPortFrom(netip.IPv6Unspecified(), port)
-			if err := w.ServeTCP(host.Netns, "host", at); err != nil {
-				t.Fatal(err)
-			}
-			if err := w.ServeUDP(host.Netns, "host", at); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, w.ServeTCP(host.Netns, "host", at))
+			require.NoError(t, w.ServeUDP(host.Netns, "host", at))
 		}
 		clients := []*harness.Host{w.Client, w.Pod("n1c").Host, node.Host}
 		for _, family := range families {
@@ -41,18 +38,14 @@ func TestExternalIPOfAnotherHost(t *testing.T) {
 				t.Fatalf("the client's route to a Service: %v, %v", routes, err)
 			}
 			there := &netlink.Route{LinkIndex: routes[0].LinkIndex, Dst: netlink.NewIPNet(addr.AsSlice()), Gw: routes[0].Gw}
-			if err := w.Client.Netlink().RouteReplace(there); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, w.Client.Netlink().RouteReplace(there))
 			// What comes back goes the same way, or the node would see but half of each connection.
 			if routes, err = host.Netlink().RouteGet(node.IP(family).AsSlice()); err != nil || len(routes) != 1 {
 				t.Fatalf("the host's route to the node: %v, %v", routes, err)
 			}
 			back := &netlink.Route{LinkIndex: routes[0].LinkIndex, Dst: netlink.NewIPNet(w.Client.IP(family).AsSlice()),
 				Gw: node.IP(family).AsSlice()}
-			if err := host.Netlink().RouteReplace(back); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, host.Netlink().RouteReplace(back))
 		}
 		service := func(number int, port int32, change func(*v1.Service)) *v1.Service {
 			return harness.Service(fmt.Sprint("s", number), number, func(s *v1.Service) {
@@ -131,9 +124,7 @@ func shorter(t *testing.T, w *harness.World, to netip.Addr) string {
 		t.Fatalf("node1's route to %s: %v, %v", to, routes, err)
 	}
 	link, err := w.Node1().Netlink().LinkByIndex(routes[0].LinkIndex)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return fmt.Sprintf("%s dev %s mtu 1300", netip.PrefixFrom(to, to.BitLen()), link.Attrs().Name)
 }
 

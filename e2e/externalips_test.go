@@ -3,15 +3,16 @@ package e2e
 import (
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 )
 
 // TestExternalIPsNotAllowed: with feature gate AllowServiceExternalIPs off, an address in spec.externalIPs is nothing to the node,
 // in whichever way the gate is given; every other address of the Service answers.
 func TestExternalIPsNotAllowed(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		w.Write(t, "s.yaml", harness.Objects(harness.Service("s", 1), w.Ready("n1a", "n2a")...)...)
 		d := w.Run(t, variant, clusterCIDR, "--feature-gates=AllowServiceExternalIPs=false")
 		for _, family := range families {
@@ -21,12 +22,8 @@ func TestExternalIPsNotAllowed(t *testing.T) {
 				t.Errorf("the Service answers at %s", externalIP(1, family))
 			}
 		}
-		if err := d.WaitFor(harness.Patient, "spec.externalIPs", "AllowServiceExternalIPs is false"); err != nil {
-			t.Error(err)
-		}
-		if err := d.Stop(); err != nil {
-			t.Fatal(err)
-		}
+		assert.NoError(t, d.WaitFor(harness.Patient, "spec.externalIPs", "AllowServiceExternalIPs is false"))
+		require.NoError(t, d.Stop())
 		w.Run(t, variant, clusterCIDR, "--feature-gates=AllowServiceExternalIPs=true")
 		for _, family := range families {
 			wantServers(t, w.Client, externalIP(1, family), "n1a", "n2a")

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/e2e/harness"
@@ -35,9 +36,7 @@ func elsewhere(t *testing.T) {
 	for lines.Scan() {
 		if text, is := strings.CutPrefix(lines.Text(), rowPrefix); is {
 			var r faultRow
-			if err := json.Unmarshal([]byte(text), &r); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, json.Unmarshal([]byte(text), &r))
 			addFault(r)
 			t.Logf("%s, %s: %d requests, %d failed, time to repair %s", r.Fault, r.Injected, r.Requests, r.Failed, r.Repair)
 		}
@@ -56,9 +55,7 @@ func clockJumps(t *testing.T, variant harness.Variant) {
 	for i, by := range jumps {
 		// A connection to an endpoint that goes: mode ipvs has it drain, for a time that must not get longer.
 		c, err := f.Client.Converse(clusterIP(changing, 4))
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		defer c.Close()
 		f.change(pods[i])
 		f.inForce(pods[i])
@@ -81,9 +78,7 @@ func jump(t *testing.T, by time.Duration) {
 		t.Fatal("the clock of this machine is not to be set")
 	}
 	to := unix.NsecToTimespec(time.Now().Add(by).UnixNano())
-	if err := unix.ClockSettime(unix.CLOCK_REALTIME, &to); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, unix.ClockSettime(unix.CLOCK_REALTIME, &to))
 }
 
 // sticks returns the one endpoint that the Service with affinity sends the client to.

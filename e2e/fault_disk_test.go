@@ -11,6 +11,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 )
 
@@ -38,9 +40,7 @@ func (f *faultScene) fullDisks() {
 func (f *faultScene) fill(dir string) {
 	f.Helper()
 	filler, err := os.Create(f.seen(filepath.Join(dir, "filler")))
-	if err != nil {
-		f.Fatal(err)
-	}
+	require.NoError(f, err)
 	defer filler.Close()
 	for err == nil {
 		_, err = filler.Write(make([]byte, 4096))
@@ -61,9 +61,7 @@ func (f *faultScene) empty(dir string) {
 	for _, file := range files {
 		err = errors.Join(err, os.Remove(file))
 	}
-	if err != nil {
-		f.Fatal(err)
-	}
+	require.NoError(f, err)
 }
 
 // TestFaultDiskFull: file systems have no room for a byte or a file more: /run, with the lock of iptables and the manifests, and
@@ -86,17 +84,13 @@ func TestFaultDiskFull(t *testing.T) {
 		write := func(file, text string) error {
 			return os.WriteFile(f.seen(filepath.Join(fullManifests, file)), []byte(text), 0o644)
 		}
-		if err := write("changing.yaml", changed[:strings.Index(changed, "addressType:")+5]); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, write("changing.yaml", changed[:strings.Index(changed, "addressType:")+5]))
 		if err := write("more.yaml", changed); !errors.Is(err, syscall.ENOSPC) {
 			t.Errorf("there is room in the directory of manifests: %v", err)
 		}
 		f.log(line, "level=WARN", "changing.yaml")
 		// Another Service changes, and the legacy variant can't make its lock.
-		if err := write("internal.yaml", internal); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, write("internal.yaml", internal))
 		if variant == harness.Legacy && mode == harness.IPTables {
 			f.log(line, "sync failed", "xtables.lock")
 		}
@@ -108,9 +102,7 @@ func TestFaultDiskFull(t *testing.T) {
 		}
 		f.empty(fullRun)
 		f.empty(fullTmp)
-		if err := write("changing.yaml", changed); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, write("changing.yaml", changed))
 		end := time.Now()
 		f.inForce("n2a")
 		for _, family := range families {
@@ -130,9 +122,7 @@ func TestFaultDiskFull(t *testing.T) {
 func (f *faultScene) configNotWritten() {
 	f.Helper()
 	path, err := harness.Binary()
-	if err != nil {
-		f.Fatal(err)
-	}
+	require.NoError(f, err)
 	file := f.seen(filepath.Join(fullTmp, "config.yaml"))
 	out, err := exec.Command(path, "run", "--write-config-to="+file).CombinedOutput()
 	if err == nil || !strings.Contains(string(out), "no space left on device") {

@@ -14,6 +14,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 )
 
@@ -109,9 +111,7 @@ func TestFaultNotificationsLost(t *testing.T) {
 
 func (f *faultScene) signal(s syscall.Signal) {
 	f.Helper()
-	if err := syscall.Kill(f.daemon.PID(), s); err != nil {
-		f.Fatal(err)
-	}
+	require.NoError(f, syscall.Kill(f.daemon.PID(), s))
 }
 
 // until runs a command with an input again and again until a check succeeds.
@@ -131,9 +131,7 @@ func (f *faultScene) until(check func() bool, input, name string, args ...string
 func (f *faultScene) dropped(protocol string) func() bool {
 	return func() bool {
 		text, err := os.ReadFile(filepath.Join("/proc", fmt.Sprint(f.daemon.PID()), "net/netlink"))
-		if err != nil {
-			f.Fatal(err)
-		}
+		require.NoError(f, err)
 		for _, line := range strings.Split(string(text), "\n") {
 			if w := strings.Fields(line); len(w) > 8 && w[1] == protocol && w[8] != "0" {
 				return true
@@ -151,9 +149,7 @@ func (f *faultScene) inject(calls string, more ...string) (end func() string) {
 	cmd := exec.Command("strace", append([]string{"-f", "-o", log, "-p", strconv.Itoa(f.daemon.PID()), "-e", "trace=" + calls}, more...)...)
 	var said bytes.Buffer
 	cmd.Stderr = &said
-	if err := f.Node1().Start(cmd); err != nil {
-		f.Fatal(err)
-	}
+	require.NoError(f, f.Node1().Start(cmd))
 	eventually(f.T, "strace", func() error {
 		status, err := os.ReadFile(filepath.Join("/proc", fmt.Sprint(f.daemon.PID()), "status"))
 		if err == nil && strings.Contains(string(status), "TracerPid:\t0\n") {
@@ -164,16 +160,12 @@ func (f *faultScene) inject(calls string, more ...string) (end func() string) {
 	return func() string {
 		f.Helper()
 		// It lets go of all threads by itself, but sometimes waits for one of them for ever; the kernel does the same when it dies.
-		if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {
-			f.Fatal(err)
-		}
+		require.NoError(f, cmd.Process.Signal(syscall.SIGTERM))
 		kill := time.AfterFunc(3*time.Second, func() { _ = cmd.Process.Kill() })
 		_ = cmd.Wait() // It ends by the signal.
 		kill.Stop()
 		seen, err := os.ReadFile(log)
-		if err != nil {
-			f.Fatal(err)
-		}
+		require.NoError(f, err)
 		return string(seen)
 	}
 }
@@ -228,9 +220,7 @@ func TestFaultInterruptedDumps(t *testing.T) {
 			changes++
 			f.change(pods[changes%3])
 			seen, err := os.ReadFile(filepath.Join(f.Dir, "strace"))
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			return bytes.Count(seen, []byte("NLM_F_DUMP_INTR")) >= 3
 		}
 		f.until(interrupted, text.String(), "ip", "-batch", "-")

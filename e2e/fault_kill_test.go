@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
 
 	"nodeproxy/e2e/harness"
@@ -41,9 +42,7 @@ func TestFaultKilled(t *testing.T) {
 			if f.writing() {
 				writing++
 			}
-			if err := f.daemon.Kill(); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, f.daemon.Kill())
 			var err error
 			if f.daemon, err = f.StartDaemon(f.Node1(), append([]string{"--iptables-backend=" + string(variant),
 				"--ipvs-vips=" + string(harness.VIPsWith(variant))}, f.flags...)...); err != nil {
@@ -121,9 +120,7 @@ func TestFaultKilledWhileWriting(t *testing.T) {
 			}
 			return nil
 		})
-		if err := f.daemon.Kill(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, f.daemon.Kill())
 		// The next daemon finds nothing to do for this Service, but something for another: then it has read all.
 		f.change("n1a")
 		f.Write(t, "internal.yaml", harness.Objects(harness.Service("internal", 5, harness.ClusterOnly), f.Ready("n3a")...)...)

@@ -12,6 +12,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 )
 
@@ -40,62 +42,62 @@ const leftFor = 4 * time.Second
 var manifestFaults = []manifestFault{
 	{injected: fmt.Sprintf("a file of %d documents cut off at every byte, one after the other", documents), inject: func(s *manifestScene) {
 		for at := len(s.text) - 1; at >= 0; at-- {
-			s.must(os.Truncate(s.file, int64(at)))
+			require.NoError(s, os.Truncate(s.file, int64(at)))
 			time.Sleep(2 * time.Millisecond) // Some of the states are to be read, and nothing says which were.
 		}
 	}},
 	{injected: "cut off within a number, and left so", inject: func(s *manifestScene) {
 		at := regexp.MustCompile(`port: \d\d`).FindAllStringIndex(s.text, -1)
-		s.must(os.Truncate(s.file, int64(at[len(at)-1][1]-1)))
+		require.NoError(s, os.Truncate(s.file, int64(at[len(at)-1][1]-1)))
 	}},
 	{injected: "cut off at the end of a line within a document, and left so", inject: func(s *manifestScene) {
-		s.must(os.Truncate(s.file, int64(strings.LastIndex(s.text, "ports:")+len("ports:\n"))))
+		require.NoError(s, os.Truncate(s.file, int64(strings.LastIndex(s.text, "ports:")+len("ports:\n"))))
 	}},
-	{injected: "emptied, and left so", inject: func(s *manifestScene) { s.must(os.Truncate(s.file, 0)) }},
+	{injected: "emptied, and left so", inject: func(s *manifestScene) { require.NoError(s, os.Truncate(s.file, 0)) }},
 	{injected: "no room on the disk to write it anew", inject: func(s *manifestScene) {
-		s.must(os.Truncate(s.file, 0))
+		require.NoError(s, os.Truncate(s.file, 0))
 		s.fill(fullRun)
 		if err := os.WriteFile(s.file, []byte(s.text), 0o644); !errors.Is(err, syscall.ENOSPC) {
 			s.Errorf("writing on a full disk: %v", err)
 		}
 	}, mend: func(s *manifestScene) { s.empty(fullRun) }},
 	{injected: "a dangling symbolic link in its place", inject: func(s *manifestScene) {
-		s.must(os.Symlink("/does/not/exist", s.file+".new"))
-		s.must(os.Rename(s.file+".new", s.file))
+		require.NoError(s, os.Symlink("/does/not/exist", s.file+".new"))
+		require.NoError(s, os.Rename(s.file+".new", s.file))
 	}, mend: func(s *manifestScene) { // Not by removing it first: that would be the removal of a file.
-		s.must(os.WriteFile(s.file+".new", []byte(s.text), 0o644))
-		s.must(os.Rename(s.file+".new", s.file))
+		require.NoError(s, os.WriteFile(s.file+".new", []byte(s.text), 0o644))
+		require.NoError(s, os.Rename(s.file+".new", s.file))
 	}},
 	{injected: "no permission to read it", inject: func(s *manifestScene) {
-		s.must(os.Chmod(s.file, 0))
-		s.must(os.Truncate(s.file, int64(len(s.text)/2)))
-	}, mend: func(s *manifestScene) { s.must(os.Chmod(s.file, 0o644)) }},
-	{injected: "the directory gone", inject: func(s *manifestScene) { s.must(os.Rename(s.dir, s.dir+".away")) },
-		mend: func(s *manifestScene) { s.must(os.Rename(s.dir+".away", s.dir)) }},
+		require.NoError(s, os.Chmod(s.file, 0))
+		require.NoError(s, os.Truncate(s.file, int64(len(s.text)/2)))
+	}, mend: func(s *manifestScene) { require.NoError(s, os.Chmod(s.file, 0o644)) }},
+	{injected: "the directory gone", inject: func(s *manifestScene) { require.NoError(s, os.Rename(s.dir, s.dir+".away")) },
+		mend: func(s *manifestScene) { require.NoError(s, os.Rename(s.dir+".away", s.dir)) }},
 	{injected: "an empty directory in its place", inject: func(s *manifestScene) {
-		s.must(os.Rename(s.dir, s.dir+".away"))
-		s.must(os.Mkdir(s.dir, 0o755))
+		require.NoError(s, os.Rename(s.dir, s.dir+".away"))
+		require.NoError(s, os.Mkdir(s.dir, 0o755))
 	}, mend: func(s *manifestScene) {
-		s.must(os.Remove(s.dir))
-		s.must(os.Rename(s.dir+".away", s.dir))
+		require.NoError(s, os.Remove(s.dir))
+		require.NoError(s, os.Rename(s.dir+".away", s.dir))
 	}},
 	{injected: "written anew in place, in 8 pieces with pauses of 0.4 s", green: true, inject: func(s *manifestScene) {
 		out, err := os.Create(s.file)
-		s.must(err)
+		require.NoError(s, err)
 		const pieces = 8
 		for i := range pieces {
 			_, err := out.WriteString(s.text[len(s.text)*i/pieces : len(s.text)*(i+1)/pieces])
-			s.must(err)
+			require.NoError(s, err)
 			time.Sleep(400 * time.Millisecond) // Who writes is slow.
 		}
-		s.must(out.Close())
+		require.NoError(s, out.Close())
 	}},
 	{injected: "cut off in the middle, and a start over that", inject: func(s *manifestScene) {
-		s.must(os.Truncate(s.file, int64(len(s.text)/2)))
+		require.NoError(s, os.Truncate(s.file, int64(len(s.text)/2)))
 		s.restart()
 	}},
 	{injected: "emptied, and a start over that", inject: func(s *manifestScene) {
-		s.must(os.Truncate(s.file, 0))
+		require.NoError(s, os.Truncate(s.file, 0))
 		s.restart()
 	}},
 }
@@ -117,13 +119,13 @@ func TestFaultManifests(t *testing.T) {
 func newManifestScene(t *testing.T, variant harness.Variant) *manifestScene {
 	s := &manifestScene{faultScene: newFaultScene(t, variant, "manifests", "all of the above, the change of a Service afterwards")}
 	files, err := filepath.Glob(filepath.Join(s.Manifests, "*.yaml"))
-	s.must(err)
+	require.NoError(s, err)
 	for _, file := range files {
 		text, err := os.ReadFile(file)
-		s.must(err)
+		require.NoError(s, err)
 		if base := filepath.Base(file); base != "changing.yaml" && base != "none.yaml" {
 			s.text += string(text)
-			s.must(os.Remove(file))
+			require.NoError(s, os.Remove(file))
 		}
 	}
 	for i := range 2 {
@@ -163,22 +165,15 @@ func (s *manifestScene) locate() {
 func (s *manifestScene) restart() {
 	s.Helper()
 	held, err := os.ReadFile(s.file)
-	s.must(err)
-	s.must(os.WriteFile(filepath.Join(s.Manifests, "all.yaml"), held, 0o644))
-	s.must(s.daemon.Stop())
+	require.NoError(s, err)
+	require.NoError(s, os.WriteFile(filepath.Join(s.Manifests, "all.yaml"), held, 0o644))
+	require.NoError(s, s.daemon.Stop())
 	s.daemon, err = s.StartDaemon(s.Node1(), append([]string{"--iptables-backend=" + string(s.variant),
 		"--ipvs-vips=" + string(harness.VIPsWith(s.variant))}, s.flags...)...)
-	s.must(err)
-	s.must(s.daemon.WaitFor(harness.StartupTimeout, harness.InSync))
-	s.must(os.WriteFile(filepath.Join(s.Manifests, "all.yaml"), []byte(s.text), 0o644))
+	require.NoError(s, err)
+	require.NoError(s, s.daemon.WaitFor(harness.StartupTimeout, harness.InSync))
+	require.NoError(s, os.WriteFile(filepath.Join(s.Manifests, "all.yaml"), []byte(s.text), 0o644))
 	s.locate()
-}
-
-func (s *manifestScene) must(err error) {
-	s.Helper()
-	if err != nil {
-		s.Fatal(err)
-	}
 }
 
 // ready returns what /readyz says: the code, and the first thing that is missing.
@@ -218,7 +213,7 @@ func (s *manifestScene) suffer(fault manifestFault) {
 	if fault.mend != nil {
 		fault.mend(s)
 	}
-	s.must(os.WriteFile(s.file, []byte(s.text), 0o644))
+	require.NoError(s, os.WriteFile(s.file, []byte(s.text), 0o644))
 	end := time.Now()
 	eventually(s.T, "/readyz when the file is whole again", func() error {
 		if code, missing := s.ready(); code != "200" {

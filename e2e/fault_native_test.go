@@ -8,6 +8,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 )
 
@@ -33,9 +35,7 @@ func addNative(f *faultScene) (remove func()) {
 		}
 	}
 	out, err := f.Node1().OutputWithInput(script.String(), "nft", "--echo", "--handle", "--file", "-")
-	if err != nil {
-		f.Fatal(err)
-	}
+	require.NoError(f, err)
 	added := regexp.MustCompile(`(?:add|insert) rule (\S+ \S+ \S+) .*# (handle \d+)`).FindAllStringSubmatch(out, -1)
 	if len(added) != 4*len(nativeRules) {
 		f.Fatalf("nft says %q", out)
@@ -82,9 +82,7 @@ func TestFaultNativeRules(t *testing.T) {
 	}
 	f.oneJump()
 	f.told()
-	if err := f.daemon.Stop(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, f.daemon.Stop())
 	f.daemon = f.World.Run(t, f.variant, f.flags...)
 	f.change("n2a")
 	f.inForce("n2a")
@@ -110,9 +108,7 @@ func (f *faultScene) oneJump() {
 	for _, family := range []string{"ip", "ip6"} {
 		for chain, target := range map[string]string{"PREROUTING": "KUBE-SERVICES", "OUTPUT": "KUBE-SERVICES", "POSTROUTING": "KUBE-POSTROUTING"} {
 			out, err := f.Node1().Output("nft", "list", "chain", family, "nat", chain)
-			if err != nil {
-				f.Fatal(err)
-			}
+			require.NoError(f, err)
 			if n := strings.Count(out, "jump "+target); n != 1 {
 				f.Errorf("%d rules lead to %s:\n%s", n, target, out)
 			}

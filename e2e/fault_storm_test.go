@@ -8,6 +8,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 )
 
@@ -72,16 +74,12 @@ func TestFaultStorm(t *testing.T) {
 func (f *faultScene) resident() int {
 	f.Helper()
 	status, err := os.ReadFile(filepath.Join("/proc", fmt.Sprint(f.daemon.PID()), "status"))
-	if err != nil {
-		f.Fatal(err)
-	}
+	require.NoError(f, err)
 	m := residentSize.FindSubmatch(status)
 	if m == nil {
 		f.Fatalf("no size in %s", status)
 	}
 	n, err := strconv.Atoi(string(m[1]))
-	if err != nil {
-		f.Fatal(err)
-	}
+	require.NoError(f, err)
 	return n
 }

@@ -11,6 +11,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 )
 
@@ -190,9 +193,7 @@ func (f *faultScene) repaired(pods ...string) {
 // log waits for a line in the daemon's log from the given one on.
 func (f *faultScene) log(from int, parts ...string) {
 	f.Helper()
-	if err := f.daemon.WaitForAfter(from, harness.Limit, parts...); err != nil {
-		f.Fatal(err)
-	}
+	require.NoError(f, f.daemon.WaitForAfter(from, harness.Limit, parts...))
 }
 
 // finish ends the load, in which nothing may have failed, and compares what the kernel holds with what a new start writes.
@@ -221,9 +222,7 @@ func (f *faultScene) likeFresh() {
 	if err == nil {
 		err = fresh.WaitFor(harness.StartupTimeout, harness.InSync)
 	}
-	if err != nil {
-		f.Fatal(err)
-	}
+	require.NoError(f, err)
 	sameAddress := strings.NewReplacer(other.IP4.String(), f.Node1().IP4.String(), other.IP6.String(), f.Node1().IP6.String())
 	comparable := func(held string) string {
 		return essence(preferredSource.ReplaceAllString(sameAddress.Replace(held), "$1"))
@@ -235,7 +234,5 @@ func (f *faultScene) likeFresh() {
 		}
 		return nil
 	})
-	if err := fresh.Stop(); err != nil {
-		f.Error(err)
-	}
+	assert.NoError(f, fresh.Stop())
 }

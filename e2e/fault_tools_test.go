@@ -11,6 +11,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 )
 
@@ -40,9 +43,7 @@ func TestFaultLock(t *testing.T) {
 			defer lock.Close()
 			err = syscall.Flock(int(lock.Fd()), syscall.LOCK_EX)
 		}
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		end := time.Now().Add(holds)
 		line := len(f.daemon.Log())
 		f.change("n2a")
@@ -52,15 +53,11 @@ func TestFaultLock(t *testing.T) {
 		} else {
 			f.log(line, "another program holds the xtables lock")
 			for _, family := range families {
-				if err := serversOf(f.Client, "tcp", clusterIP(changing, family), "n1a"); err != nil {
-					t.Errorf("while the lock is held: %v", err)
-				}
+				assert.NoError(t, serversOf(f.Client, "tcp", clusterIP(changing, family), "n1a"), "while the lock is held")
 			}
 			time.Sleep(time.Until(end)) // how long the lock is held
 		}
-		if err := lock.Close(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, lock.Close())
 		if f.row.Repair == "" {
 			f.repaired("n2a")
 		}
@@ -74,9 +71,7 @@ func (f *faultScene) faultyTools() (order string) {
 	f.Helper()
 	dir := filepath.Join(f.Dir, "tools")
 	order = filepath.Join(f.Dir, "order")
-	if err := os.Mkdir(dir, 0o755); err != nil {
-		f.Fatal(err)
-	}
+	require.NoError(f, os.Mkdir(dir, 0o755))
 	for _, family := range []string{"iptables", "ip6tables"} {
 		for _, kind := range []string{"", "-save", "-restore"} {
 			name := f.variant.Tool(family) + kind
@@ -88,9 +83,7 @@ func (f *faultScene) faultyTools() (order string) {
 			if kind != "-restore" {
 				script = fmt.Sprintf("#!/bin/sh\nexec %s \"$@\"\n", path)
 			}
-			if err := os.WriteFile(filepath.Join(dir, name), []byte(script), 0o755); err != nil {
-				f.Fatal(err)
-			}
+			require.NoError(f, os.WriteFile(filepath.Join(dir, name), []byte(script), 0o755))
 		}
 	}
 	f.Launch = func(path string, args ...string) *exec.Cmd {
@@ -104,19 +97,13 @@ func (f *faultScene) faultyTools() (order string) {
 // give writes an order whole.
 func (f *faultScene) give(order, script string) {
 	f.Helper()
-	if err := os.WriteFile(order+".new", []byte(script), 0o644); err != nil {
-		f.Fatal(err)
-	}
-	if err := os.Rename(order+".new", order); err != nil {
-		f.Fatal(err)
-	}
+	require.NoError(f, os.WriteFile(order+".new", []byte(script), 0o644))
+	require.NoError(f, os.Rename(order+".new", order))
 }
 
 func (f *faultScene) withdraw(order string) {
 	f.Helper()
-	if err := os.Remove(order); err != nil {
-		f.Fatal(err)
-	}
+	require.NoError(f, os.Remove(order))
 }
 
 // TestFaultRestoreRefused: iptables-restore fails for a while, whatever it is given.

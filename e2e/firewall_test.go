@@ -8,6 +8,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
 
 	"nodeproxy/e2e/harness"
@@ -29,9 +31,7 @@ func rule(t *testing.T, w *harness.World, variant harness.Variant, args string) 
 
 // TestSourceRanges: loadBalancerSourceRanges hold for the LoadBalancer IPs, and for nothing else.
 func TestSourceRanges(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		const clients, pods, node1, all, local = 1, 2, 3, 4, 5
 		for number, change := range map[int]func(*v1.Service){
 			clients: sourceRanges("203.0.113.0/24", " 2001:db8:c::/64 "), // blanks are allowed
@@ -121,22 +121,14 @@ func TestHealthCheckNodePort(t *testing.T) {
 		for _, family := range families {
 			for _, p := range []uint16{port, another} {
 				at := netip.AddrPortFrom(node.IP(family), p)
-				if err := w.ServeTCP(node.Netns, "node1", at); err != nil {
-					t.Fatal(err)
-				}
-				if err := ends(w.Client, at, harness.TimedOut)(); err != nil {
-					t.Errorf("before nodeproxy runs: %v", err)
-				}
+				require.NoError(t, w.ServeTCP(node.Netns, "node1", at))
+				assert.NoError(t, ends(w.Client, at, harness.TimedOut)(), "before nodeproxy runs")
 			}
 		}
 		w.Run(t, variant, clusterCIDR)
 		for _, family := range families {
-			if err := answersNow(w.Client, netip.AddrPortFrom(node.IP(family), port), "node1"); err != nil {
-				t.Error(err)
-			}
-			if err := ends(w.Client, netip.AddrPortFrom(node.IP(family), another), harness.TimedOut)(); err != nil {
-				t.Error(err)
-			}
+			assert.NoError(t, answersNow(w.Client, netip.AddrPortFrom(node.IP(family), port), "node1"))
+			assert.NoError(t, ends(w.Client, netip.AddrPortFrom(node.IP(family), another), harness.TimedOut)())
 		}
 		// Without the field, the port is closed again.
 		s.Spec.HealthCheckNodePort = 0
@@ -157,16 +149,12 @@ func TestInvalidPacketsDropped(t *testing.T) {
 			w.Write(t, "nodes.yaml", w.NodeObjects()...)
 			w.Write(t, "s.yaml", harness.Objects(harness.Service("s", 1), w.Ready("n1a")...)...)
 			value := map[bool]string{false: "0", true: "1"}[liberal]
-			if err := w.Node1().Sysctl("net/netfilter/nf_conntrack_tcp_be_liberal", value); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, w.Node1().Sysctl("net/netfilter/nf_conntrack_tcp_be_liberal", value))
 			w.Run(t, variant, clusterCIDR)
 			for _, family := range families {
 				pod := w.Pod("n1a")
 				seen, err := pod.WatchTCP(family)
-				if err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, err)
 				const nobody = 4444 // a port without a server
 				to := netip.AddrPortFrom(pod.IP(family), nobody)
 				// No TCP packet may have both SYN and FIN.
@@ -175,9 +163,7 @@ func TestInvalidPacketsDropped(t *testing.T) {
 					flags harness.TCPFlags
 				}{{5001, harness.SYN | harness.FIN}, {5002, harness.SYN}} {
 					from := netip.AddrPortFrom(w.Client.IP(family), packet.port)
-					if err := w.Client.SendTCP(from, to, packet.flags); err != nil {
-						t.Fatal(err)
-					}
+					require.NoError(t, w.Client.SendTCP(from, to, packet.flags))
 				}
 				if !seen.Saw(5002, harness.Patient) {
 					t.Errorf("IPv%d, liberal=%v: a valid packet was lost", family, liberal)
@@ -209,16 +195,12 @@ func TestLocalhostNotReachableFromOutside(t *testing.T) {
 		node := w.Node1()
 		server := netip.MustParseAddrPort("127.0.0.1:7777")
 		received, err := node.CountUDP(server)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		defer received.Close()
 		from := netip.AddrPortFrom(w.Client.IP4, 5555)
 		send := func() {
 			t.Helper()
-			if err := w.Client.SendUDPFrame(node.Host, from, server); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, w.Client.SendUDPFrame(node.Host, from, server))
 		}
 		send()
 		time.Sleep(200 * time.Millisecond) // for what is not to come
@@ -226,9 +208,7 @@ func TestLocalhostNotReachableFromOutside(t *testing.T) {
 			t.Errorf("%d packets from outside reached %s", n, server)
 		}
 		// Without the guard it gets through: the test would notice. So would the daemon, and repair it.
-		if err := d.Stop(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, d.Stop())
 		if _, err := node.Output(variant.Tool("iptables"), "-w", "-F", "KUBE-FIREWALL"); err != nil {
 			t.Fatal(err)
 		}

@@ -6,6 +6,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 )
 
@@ -38,9 +40,7 @@ func outputOn(t *testing.T, n *harness.Node, command string) string {
 	t.Helper()
 	words := strings.Fields(command)
 	out, err := n.Output(words[0], words[1:]...)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return out
 }
 

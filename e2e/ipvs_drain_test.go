@@ -7,6 +7,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 )
 
@@ -31,9 +34,7 @@ func realServer(t *testing.T, w *harness.World, at netip.AddrPort, pod *harness.
 // One that comes back gets new connections again, and the old ones go on.
 func TestIPVSDrain(t *testing.T) {
 	const grace = 4 * time.Second
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		s := harness.Service("s", 1)
 		set := func(endpoints []harness.Endpoint) { w.Write(t, "s.yaml", harness.Objects(s, endpoints...)...) }
 		removed, kept := w.Pod("n2a"), w.Ready("n1a")
@@ -49,9 +50,7 @@ func TestIPVSDrain(t *testing.T) {
 			for _, family := range families {
 				for _, to := range frontends(w, 1, family) {
 					c, err := w.Client.Converse(to)
-					if err != nil {
-						t.Fatal(err)
-					}
+					require.NoError(t, err)
 					t.Cleanup(c.Close)
 					out = append(out, open{c, to})
 				}
@@ -61,9 +60,7 @@ func TestIPVSDrain(t *testing.T) {
 		goOn := func(all []open, when string) {
 			t.Helper()
 			for _, c := range all {
-				if err := c.Echo("line"); err != nil {
-					t.Errorf("%s, %s: %v", when, c.to, err)
-				}
+				assert.NoError(t, c.Echo("line"), "%s, %s", when, c.to)
 			}
 		}
 		moved := func(what, pod string) {
@@ -138,22 +135,16 @@ func TestIPVSDrain(t *testing.T) {
 // TestIPVSDrainEndsWithConnections: a real server goes soon after its last connection has ended, long before the grace
 // period has.
 func TestIPVSDrainEndsWithConnections(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		s := harness.Service("s", 1)
 		w.Write(t, "s.yaml", harness.Objects(s, w.Ready("n2a")...)...)
 		d := w.Run(t, variant, clusterCIDR, "--ipvs-graceful-period=1h")
 		c, err := w.Client.Converse(clusterIP(1, 4))
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		defer c.Close()
 		logged := len(d.Log())
 		w.Write(t, "s.yaml", harness.Objects(s, w.Ready("n1a")...)...)
-		if err := d.WaitForAfter(logged, harness.Limit, harness.InSync); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, d.WaitForAfter(logged, harness.Limit, harness.InSync))
 		eventually(t, "no connections over IPv6", func() error {
 			if got := realServer(t, w, clusterIP(1, 6), w.Pod("n2a")); got != "" {
 				return fmt.Errorf("still there with %s", got)

@@ -8,6 +8,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
 	"k8s.io/utils/ptr"
@@ -97,9 +99,7 @@ func TestIPVSDrainHashed(t *testing.T) {
 		{"mh", scheduler("mh"), false, false},
 		{"dh", scheduler("dh"), false, true},
 	}
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		ready := w.Ready("n1a", "n2a", "n2b", "n3a")
 		write := func(leaves string) {
 			for i, c := range cases {
@@ -132,13 +132,9 @@ func TestIPVSDrainHashed(t *testing.T) {
 					return nil
 				})
 				before, err := many.ask(to)
-				if err != nil {
-					t.Fatalf("%s, before: %v", c.name, err)
-				}
+				require.NoError(t, err, "%s, before", c.name)
 				open, err := w.Client.Converse(to)
-				if err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, err)
 				t.Cleanup(open.Close)
 				leaves := open.With.Server
 				write(leaves)
@@ -150,9 +146,7 @@ func TestIPVSDrainHashed(t *testing.T) {
 					return nil
 				})
 				after, err := many.ask(to)
-				if err != nil {
-					t.Errorf("%s, while %s drains: %v", c.name, leaves, err)
-				}
+				assert.NoError(t, err, "%s, while %s drains", c.name, leaves)
 				moved, wrong := 0, 0
 				for from, server := range after {
 					if server == leaves {
@@ -165,9 +159,7 @@ func TestIPVSDrainHashed(t *testing.T) {
 				if wrong > 0 || moved > 0 && !c.anybody {
 					t.Errorf("%s: while %s drains, %d clients get there; of others, %d move", c.name, leaves, wrong, moved)
 				}
-				if err := open.Echo("line"); err != nil {
-					t.Errorf("%s, a connection to the endpoint that drains: %v", c.name, err)
-				}
+				assert.NoError(t, open.Echo("line"), "%s, a connection to the endpoint that drains", c.name)
 				write("")
 				eventually(t, c.name+": as before", func() error {
 					again, err := many.ask(to)
@@ -178,9 +170,7 @@ func TestIPVSDrainHashed(t *testing.T) {
 					}
 					return err
 				})
-				if err := open.Echo("line"); err != nil {
-					t.Errorf("%s, a connection to the endpoint that is back: %v", c.name, err)
-				}
+				assert.NoError(t, open.Echo("line"), "%s, a connection to the endpoint that is back", c.name)
 			}
 		}
 	})

@@ -6,6 +6,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 )
 
@@ -59,18 +61,14 @@ func endsAtOnce(t *testing.T, beside bool, flags []string, parts ...string) {
 		}
 		for _, key := range []string{"net/ipv4/ip_forward", "net/ipv4/conf/all/route_localnet", "net/ipv4/conf/all/arp_ignore"} {
 			value, err := w.Node1().ReadSysctl(key)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			out += key + "=" + value + "\n"
 		}
 		return out + output(t, w, "ip -o link") + output(t, w, "ip route show table local")
 	}
 	before := left()
 	d, err := w.StartDaemon(w.Node1(), append(flags, clusterCIDR)...)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	eventually(t, "the end", func() error {
 		if ended, _ := d.Exited(); !ended {
 			return errors.New("it still runs")

@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 )
 
@@ -26,9 +28,7 @@ func TestIPVSOneSourcePort(t *testing.T) {
 			for _, family := range families {
 				for _, client := range []*harness.Host{w.Client, w.Pod("n1c").Host} {
 					conns, err := client.SamePort(clusterIP(1, family), clusterIP(2, family))
-					if err != nil {
-						t.Fatal(err)
-					}
+					require.NoError(t, err)
 					for i, c := range conns {
 						got, want := echoes(c), harness.Answered
 						if m == harness.IPVS && i == 0 {

@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	discovery "k8s.io/api/discovery/v1"
 	"k8s.io/utils/ptr"
 
@@ -40,9 +41,7 @@ func TestIPVSRefusedEndpoint(t *testing.T) {
 		f.change("n2a")
 		f.inForce("n2a")
 		for _, family := range families {
-			if err := serversOf(f.Client, "tcp", clusterIP(number, family), "n1a", "n2a"); err != nil {
-				t.Errorf("the other endpoints of the Service: %v", err)
-			}
+			assert.NoError(t, serversOf(f.Client, "tcp", clusterIP(number, family), "n1a", "n2a"), "the other endpoints of the Service")
 		}
 		f.breakRules() // A comparison of everything follows.
 		f.change("n1a")

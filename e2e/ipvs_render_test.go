@@ -5,6 +5,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 )
 
@@ -15,9 +17,7 @@ func TestIPVSRenderIsInput(t *testing.T) {
 	w.Write(t, "nodes.yaml", w.NodeObjects()...)
 	manyServices(t, w)
 	path, err := harness.Binary()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	programs := map[string][]string{
 		"# ipset restore": {"ipset", "restore"}, "# ipvsadm --restore": {"ipvsadm", "--restore"}, "# ip -batch": {"ip", "-batch", "-"},
 		"# iptables-restore": {"iptables-restore", "-w"}, "# ip6tables-restore": {"ip6tables-restore", "-w"},
@@ -27,9 +27,7 @@ func TestIPVSRenderIsInput(t *testing.T) {
 		for _, vips := range []string{"routes", "addresses"} {
 			text, err := exec.Command(path, "render", "--mode=ipvs", "--ipvs-vips="+vips, "--manifests="+w.Manifests, "--node-name="+name,
 				clusterCIDR, "--service-cidr="+harness.ServiceCIDR4.String()+","+harness.ServiceCIDR6.String(), "--family="+family).Output()
-			if err != nil {
-				t.Fatalf("render: %v", err)
-			}
+			require.NoError(t, err, "render")
 			ran := 0
 			for section := range strings.SplitSeq("\n"+string(text), "\n# ") {
 				heading, input, _ := strings.Cut(section, "\n")

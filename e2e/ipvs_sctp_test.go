@@ -6,6 +6,7 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
 
 	"nodeproxy/e2e/harness"
@@ -38,9 +39,7 @@ func testSCTP(t *testing.T, variant harness.Variant, m harness.Mode) {
 	for _, name := range []string{"n1a", "n2a"} {
 		for _, family := range families {
 			pod := w.Pod(name)
-			if err := w.ServeSCTP(pod.Netns, name, netip.AddrPortFrom(pod.IP(family), 8080)); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, w.ServeSCTP(pod.Netns, name, netip.AddrPortFrom(pod.IP(family), 8080)))
 		}
 	}
 	w.Run(t, variant, "--mode="+string(m), clusterCIDR)

@@ -7,6 +7,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
 
@@ -21,9 +23,7 @@ const schedulerAnnotation = "nodeproxy.io/ipvs-scheduler"
 
 // TestIPVSSchedulers: the one that a Service asks for; an unknown one is reported, and the default one is used; weights.
 func TestIPVSSchedulers(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		const hash, unknown, weights, plain = 1, 2, 3, 4
 		ready := w.Ready("n1a", "n2a", "n3a")
 		for number, change := range map[int]func(*v1.Service){
@@ -43,9 +43,7 @@ func TestIPVSSchedulers(t *testing.T) {
 			w.Write(t, s.Name+".yaml", objects...)
 		}
 		d := w.Run(t, variant, clusterCIDR, "--ipvs-scheduler=lc")
-		if err := d.WaitFor(harness.Limit, "level=WARN", "s-2", "best"); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, d.WaitFor(harness.Limit, "level=WARN", "s-2", "best"))
 		servers := virtualServers(t, w)
 		for number, want := range map[int]string{hash: "sh -b sh-fallback", unknown: "lc", weights: "wrr", plain: "lc"} {
 			for _, family := range families {
@@ -74,9 +72,7 @@ func TestIPVSSchedulers(t *testing.T) {
 // TestIPVSForeignServersSurvive: virtual servers of somebody else within the ranges that are excluded, and those found by
 // marks that are none of ours, are left alone through start, changes and restart. Others are not.
 func TestIPVSForeignServersSurvive(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		s := harness.Service("s", 1)
 		w.Write(t, "s.yaml", harness.Objects(s, w.Ready("n1a")...)...)
 		for _, server := range []string{"-t 172.30.0.9:80", "-t [fd00:30::9]:80", "-f 7", "-t 172.31.0.9:80"} {
@@ -117,9 +113,7 @@ func TestIPVSForeignServersSurvive(t *testing.T) {
 			eventually(t, "edit", answers(w.Client, clusterIP(1, family), "n2a"))
 		}
 		check("after an edit")
-		if err := d.Stop(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, d.Stop())
 		w.Run(t, variant, flags...)
 		check("after a restart")
 		w.Remove(t, "s.yaml")
@@ -133,9 +127,7 @@ func TestIPVSForeignServersSurvive(t *testing.T) {
 // TestIPVSStaleRemoved: what changed while nodeproxy did not run is put right at its start: virtual servers, entries of sets,
 // addresses and rules that are not wanted any more, or that somebody removed.
 func TestIPVSStaleRemoved(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		w.Write(t, "kept.yaml", harness.Objects(harness.Service("kept", 1), w.Ready("n1a", "n2a")...)...)
 		d := w.Run(t, variant, clusterCIDR)
 		want := held(t, w, variant)
@@ -149,9 +141,7 @@ func TestIPVSStaleRemoved(t *testing.T) {
 			eventually(t, "Services that will go", answers(w.Client, clusterIP(13, family), "n1b", "n3a"))
 			eventually(t, "Services that will go", answers(w.Client, clusterIP(10, family), "n1b", "n3a"))
 		}
-		if err := d.Kill(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, d.Kill())
 		for i := range 4 {
 			w.Remove(t, fmt.Sprintf("gone-%d.yaml", i))
 		}

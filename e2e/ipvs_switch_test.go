@@ -7,6 +7,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 )
 
@@ -23,9 +26,7 @@ type switching struct {
 func (s *switching) start(t *testing.T, m harness.Mode, flags ...string) {
 	t.Helper()
 	if s.daemon != nil {
-		if err := s.daemon.Stop(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, s.daemon.Stop())
 	}
 	s.daemon = s.Run(t, s.variant, append([]string{"--mode=" + string(m), clusterCIDR}, flags...)...)
 }
@@ -82,9 +83,7 @@ func (s *switching) converseOnce(t *testing.T, phase string) {
 func (s *switching) goOn(t *testing.T, when string) {
 	t.Helper()
 	for name, c := range s.open {
-		if err := c.Echo("line"); err != nil {
-			t.Errorf("%s: %s: %v", when, name, err)
-		}
+		assert.NoError(t, c.Echo("line"), "%s: %s", when, name)
 	}
 }
 
@@ -98,9 +97,7 @@ func (s *switching) left(t *testing.T) string {
 // and what is left is what a node holds that never was in the other mode. What IPVS knows of connections stays until they
 // end, or for the grace period.
 func TestIPVSModeSwitch(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		manyServices(t, w)
 		s := &switching{World: w, variant: variant, open: map[string]*harness.Conversation{}}
 		s.start(t, harness.IPTables)
@@ -172,22 +169,16 @@ func TestIPVSModeSwitch(t *testing.T) {
 // TestIPVSLeavingEndsWithConnections: what mode ipvs has left goes soon after the last connection that needs it has ended,
 // long before the grace period has. Virtual servers without connections do not wait for others.
 func TestIPVSLeavingEndsWithConnections(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		manyServices(t, w)
 		s := &switching{World: w, variant: variant}
 		s.start(t, harness.IPVS)
 		c, err := w.Client.Converse(clusterIP(1, 4))
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		defer c.Close()
 		s.start(t, harness.IPTables, "--ipvs-graceful-period=1h")
 		time.Sleep(4 * time.Second) // What drains is looked at each second, and this is to stay.
-		if err := c.Echo("line"); err != nil {
-			t.Errorf("after four seconds: %v", err)
-		}
+		assert.NoError(t, c.Echo("line"), "after four seconds")
 		var left []string
 		for _, line := range strings.Split(virtualServers(t, w), "\n") {
 			if strings.HasPrefix(line, "-A ") {

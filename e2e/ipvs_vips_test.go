@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"github.com/vishvananda/netlink"
 	v1 "k8s.io/api/core/v1"
 
@@ -30,12 +32,8 @@ func TestIPVSAddressesAreServicesOnly(t *testing.T) {
 		w.Write(t, "local.yaml", harness.Objects(local, w.Ready("n1a", "n2a")...)...)
 		w.Write(t, "none.yaml", harness.Objects(harness.Service("none", 3))...)
 		node := w.Node1()
-		if err := w.ServeTCP(node.Netns, "host", netip.AddrPortFrom(netip.IPv6Unspecified(), hostPort)); err != nil {
-			t.Fatal(err)
-		}
-		if err := w.ServeUDP(node.Netns, "host", netip.AddrPortFrom(netip.IPv6Unspecified(), hostPort)); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, w.ServeTCP(node.Netns, "host", netip.AddrPortFrom(netip.IPv6Unspecified(), hostPort)))
+		require.NoError(t, w.ServeUDP(node.Netns, "host", netip.AddrPortFrom(netip.IPv6Unspecified(), hostPort)))
 		w.Run(t, variant, clusterCIDR)
 		for _, client := range []*harness.Host{w.Client, w.Pod("n1c").Host, w.Nodes[1].Host, node.Host} {
 			for _, family := range families {
@@ -68,9 +66,7 @@ func TestIPVSAddressesAreServicesOnly(t *testing.T) {
 // TestIPVSDevice: what is on kube-ipvs0, with routes for ranges and with an address for each Service; and that no change of
 // addresses takes the routes away.
 func TestIPVSDevice(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		w.Write(t, "s.yaml", harness.Objects(harness.Service("s", 1), w.Ready("n1a", "n2a")...)...)
 		w.Write(t, "internal.yaml", harness.Objects(harness.Service("internal", 2, harness.ClusterOnly), w.Ready("n1a")...)...)
 		w.Run(t, variant, clusterCIDR)
@@ -113,9 +109,7 @@ func TestIPVSDevice(t *testing.T) {
 // TestIPVSARP: on another interface, the node answers for addresses of Services, with routes for the rest of their range too, and with
 // --ipvs-strict-arp for none.
 func TestIPVSARP(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		w.Write(t, "s.yaml", harness.Objects(harness.Service("s", 1), w.Ready("n1a")...)...)
 		strict := nstest.Hostile()
 		routes := harness.VIPsWith(variant) == harness.VIPRoutes
@@ -129,9 +123,7 @@ func TestIPVSARP(t *testing.T) {
 					t.Errorf("with %q, somebody answers for %s: %v, %v, want %v", flags, addr, got, err, want)
 				}
 			}
-			if err := d.Stop(); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, d.Stop())
 		}
 	})
 }
@@ -190,9 +182,7 @@ func TestIPVSOwnAddressIsLeftAlone(t *testing.T) {
 			s.Spec.ExternalIPs = append(s.Spec.ExternalIPs, node.Second4.String(), node.Second6.String())
 		})
 		w.Write(t, "s.yaml", harness.Objects(s, w.Ready("n1a", "n2a")...)...)
-		if err := w.ServeTCP(node.Netns, "host", netip.AddrPortFrom(netip.IPv6Unspecified(), hostPort)); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, w.ServeTCP(node.Netns, "host", netip.AddrPortFrom(netip.IPv6Unspecified(), hostPort)))
 		w.Run(t, variant, clusterCIDR)
 		second := map[int]netip.Addr{4: node.Second4, 6: node.Second6}
 		onEth0 := func(when string) {
@@ -209,20 +199,14 @@ func TestIPVSOwnAddressIsLeftAlone(t *testing.T) {
 			for _, client := range []*harness.Host{w.Client, w.Pod("n1c").Host, node.Host} {
 				wantServers(t, client, netip.AddrPortFrom(second[family], harness.ServicePort), "n1a", "n2a")
 				wantServers(t, client, nodePort(second[family], 1), "n1a", "n2a")
-				if err := serversOf(client, "tcp", netip.AddrPortFrom(second[family], hostPort), "host"); err != nil {
-					t.Error(err)
-				}
+				assert.NoError(t, serversOf(client, "tcp", netip.AddrPortFrom(second[family], hostPort), "host"))
 			}
 		}
 		lo, err := node.Netlink().LinkByName("lo")
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		for _, family := range families {
 			addr := a.VIP(family)
-			if err := node.Netlink().AddrAdd(lo, &netlink.Addr{IPNet: netlink.NewIPNet(addr.AsSlice())}); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, node.Netlink().AddrAdd(lo, &netlink.Addr{IPNet: netlink.NewIPNet(addr.AsSlice())}))
 			eventually(t, "the load balancer IP on lo", func() error {
 				if got := device(t, w); strings.Contains(got, addr.String()+"/") {
 					return fmt.Errorf("%s is still on the device:\n%s", addr, got)

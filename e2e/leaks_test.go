@@ -11,6 +11,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 )
 
@@ -19,11 +21,11 @@ func openFiles(t *testing.T, d *harness.Daemon) map[string]int {
 	t.Helper()
 	proc := fmt.Sprintf("/proc/%d", d.PID())
 	list, err := os.ReadDir(filepath.Join(proc, "fd"))
-	must(t, err)
+	require.NoError(t, err)
 	tables := map[string][]string{}
 	for _, name := range []string{"netlink", "tcp", "tcp6", "udp", "udp6", "unix"} {
 		text, err := os.ReadFile(filepath.Join(proc, "net", name))
-		must(t, err)
+		require.NoError(t, err)
 		tables[name] = strings.Split(string(text), "\n")
 	}
 	kindOf := func(inode string) string {
@@ -78,13 +80,13 @@ func TestReloadLeaksNothing(t *testing.T) {
 	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
 		w := reloadWorld(t)
 		busy := netip.MustParseAddrPort("127.0.0.1:7777")
-		must(t, w.ServeTCP(w.Node1().Netns, "busy", busy))
+		require.NoError(t, w.ServeTCP(w.Node1().Netns, "busy", busy))
 		c := runConfigured(t, w, variant)
 		reject := func(text, says string) {
 			t.Helper()
 			line := len(c.Log())
 			c.write(t, text)
-			must(t, c.WaitForAfter(line, harness.StartupTimeout, "the former configuration stays in force", says))
+			require.NoError(t, c.WaitForAfter(line, harness.StartupTimeout, "the former configuration stays in force", says))
 		}
 		reload := func(i int) {
 			t.Helper()

@@ -7,6 +7,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
 
 	"nodeproxy/e2e/harness"
@@ -14,9 +15,7 @@ import (
 
 // TestListening: the daemon listens where its flags say and nowhere else, and what they leave off is not served.
 func TestListening(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		s := harness.Service("s", 1, harness.Policies("Cluster", "Local"), func(s *v1.Service) { s.Spec.HealthCheckNodePort = 32100 })
 		w.Write(t, "s.yaml", harness.Objects(s, w.Ready("n1a")...)...)
 		node := w.Node1().IP4
@@ -51,9 +50,7 @@ func TestListening(t *testing.T) {
 					}
 				}
 			}
-			if err := d.Stop(); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, d.Stop())
 		}
 	})
 }

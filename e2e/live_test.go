@@ -8,6 +8,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 	"nodeproxy/inspect"
 	"nodeproxy/kernel/names"
@@ -23,7 +25,7 @@ type liveTracer struct {
 func (l liveTracer) follow(t *testing.T, client *harness.Host, from, network string, to netip.AddrPort, flags ...string) (answer inspect.Live, text string, failed error) {
 	t.Helper()
 	binary, err := harness.Binary()
-	must(t, err)
+	require.NoError(t, err)
 	args := append([]string{"trace", from, to.String(), "-p", network, "--socket=" + l.socket, "--live", "--for=50s", "--max-packets=3"}, flags...)
 	done := make(chan struct{})
 	go func() {
@@ -108,7 +110,7 @@ func TestTraceLive(t *testing.T) {
 			}
 			text, code := "", error(nil)
 			_, err := node.OutputWithInput("table inet firewall { chain guard { type filter hook postrouting priority 5; th dport 8080 drop; }; }", "nft", "-f", "-")
-			must(t, err)
+			require.NoError(t, err)
 			for _, want := range []string{"PREDICTED", "DIFFERS: predicted to be forwarded, it was dropped by chain guard of table inet firewall: th dport 8080 drop",
 				"DROPPED HERE", "3 of 3 connections differ from the prediction."} {
 				if text == "" {
@@ -122,7 +124,7 @@ func TestTraceLive(t *testing.T) {
 				t.Errorf("%v, there are still %s", err, left)
 			}
 			binary, err := harness.Binary()
-			must(t, err)
+			require.NoError(t, err)
 			text, err = node.Output(binary, "trace", "198.51.100.77", vip(1, 4).String(), "--socket="+l.socket, "--live", "--for=100ms")
 			if err == nil || !strings.Contains(text, "Have the client connect while this runs") {
 				t.Errorf("without a packet: %v\n%s", err, text)

@@ -105,9 +105,7 @@ func TestMasquerade(t *testing.T) {
 
 // TestMasqueradeBit: with another mark bit, masquerading works, and the default bit is free for others.
 func TestMasqueradeBit(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		w.Write(t, "s.yaml", harness.Objects(harness.Service("s", 1), w.Ready("n2a")...)...)
 		for _, tool := range []string{"iptables", "ip6tables"} {
 			mark := "-w -t mangle -A PREROUTING -i eth0 -p tcp -j MARK --or-mark 0x4000"

@@ -10,6 +10,9 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 )
 
@@ -52,9 +55,7 @@ func newMatrix(t *testing.T, w *harness.World) *matrix {
 func newMatrixOf(t *testing.T, w *harness.World, situations []situation, wanted func(internal, external string) bool) *matrix {
 	t.Helper()
 	rows, err := parseExpectations()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	m := &matrix{world: w, atOnce: 48, least: leastRequests}
 	number := 0
 	for _, sit := range situations {
@@ -261,15 +262,11 @@ func publish(t *testing.T, table string) {
 	matrixOut.Lock()
 	defer matrixOut.Unlock()
 	f, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o644)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if _, err := f.WriteString(table + "\n"); err != nil {
 		t.Error(err)
 	}
-	if err := f.Close(); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, f.Close())
 }
 
 // TestPacketMatrix sends packets for every frontend, policy, situation and client; see expectations. "nodeproxy trace" has to predict what

@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/prometheus/client_golang/prometheus/testutil/promlint"
+	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
 
@@ -80,9 +81,7 @@ func TestMetrics(t *testing.T) {
 		compareMetrics(t, s)
 		compareDocs(t, s)
 		problems, err := promlint.New(strings.NewReader(s.Text)).Lint()
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		for _, p := range problems {
 			t.Errorf("%s: %s", p.Metric, p.Text)
 		}
@@ -118,7 +117,7 @@ var emptyPanels = []struct {
 // panel of the dashboard shows something, be it zero, but for emptyPanels.
 func TestDashboardPanels(t *testing.T) {
 	d, err := harness.ReadDashboard("../deploy/dashboard/nodeproxy.json")
-	must(t, err)
+	require.NoError(t, err)
 	empty := map[string]string{}
 	for _, e := range emptyPanels {
 		for _, title := range e.titles {
@@ -173,9 +172,7 @@ func TestServiceConnections(t *testing.T) {
 func compareDocs(t *testing.T, s *harness.Scrape) {
 	t.Helper()
 	text, err := os.ReadFile("../docs/metrics.md")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	told := map[string]bool{}
 	for line := range strings.Lines(string(text)) {
 		row := strings.Split(strings.TrimSpace(line), " | ") // name, type, labels, mode, help

@@ -7,6 +7,8 @@ import (
 	"path/filepath"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 )
 
@@ -34,9 +36,7 @@ func refuseRestores(t *testing.T, w *harness.World, variant harness.Variant) (re
 	for _, name := range []string{"iptables", "ip6tables"} {
 		program := variant.Tool(name) + "-restore"
 		script := fmt.Sprintf("#!/bin/sh\n[ -e %s ] && { sleep 1; echo refused for a test >&2; exit 1; }\nexec /usr/sbin/%s \"$@\"\n", flag, program)
-		if err := os.WriteFile(filepath.Join(dir, program), []byte(script), 0o755); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.WriteFile(filepath.Join(dir, program), []byte(script), 0o755))
 	}
 	w.DaemonEnv = append(w.DaemonEnv, "PATH="+dir+":"+os.Getenv("PATH"))
 	return func(yes bool) {
@@ -47,9 +47,7 @@ func refuseRestores(t *testing.T, w *harness.World, variant harness.Variant) (re
 		} else if os.IsNotExist(err) {
 			err = nil
 		}
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 	}
 }
 
@@ -66,9 +64,7 @@ func TestMetricsOfTrouble(t *testing.T) {
 		if err == nil {
 			err = d.WaitFor(harness.StartupTimeout, "sync failed")
 		}
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		nothing := &harness.Scrape{}
 		waitForMetrics(t, w, nothing, []metricCheck{atLeast("nodeproxy_oldest_change_wait_seconds", 2)})
 		for _, path := range []string{"/healthz", "/livez", "/readyz"} {
@@ -93,9 +89,7 @@ func TestMetricsOfTrouble(t *testing.T) {
 		}
 		failed := waitForMetrics(t, w, nothing, troubled)
 		// A change that comes while a try is under way has to wait for its end, and longer.
-		if err := d.WaitForAfter(len(d.Log()), harness.Limit, "msg=syncing"); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, d.WaitForAfter(len(d.Log()), harness.Limit, "msg=syncing"))
 		w.Write(t, "added.yaml", harness.Objects(harness.Service("added", 6), w.Ready("n1b", "n2b")...)...)
 		if mode != harness.NFTables { // whose tries take no time
 			waitForMetrics(t, w, nothing, []metricCheck{

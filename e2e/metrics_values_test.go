@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
 
 	"nodeproxy/e2e/harness"
@@ -167,9 +168,7 @@ func TestMetricsMove(t *testing.T) {
 	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
 		w := metricsWorld(t)
 		// Where conntrack is liberal, there is no rule to count what it finds invalid.
-		if err := w.Node1().Sysctl("net/netfilter/nf_conntrack_tcp_be_liberal", "0"); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, w.Node1().Sysctl("net/netfilter/nf_conntrack_tcp_be_liberal", "0"))
 		w.Run(t, variant, clusterCIDR, "--service-metrics=100")
 		before := waitForMetrics(t, w, &harness.Scrape{}, plannedMetrics)
 		moveMetrics(t, w, variant)
@@ -211,9 +210,7 @@ func moveMetrics(t *testing.T, w *harness.World, variant harness.Variant) {
 	// Rules that go take with them what they have counted since the last scrape.
 	waitForMetrics(t, w, &harness.Scrape{}, []metricCheck{atLeast("nodeproxy_service_connections_total service=s port=a", 2)})
 	taken := netip.AddrPortFrom(netip.IPv4Unspecified(), harness.AddressesOf(1).NodePort)
-	if err := w.ServeTCP(w.Node1().Netns, "thief", taken); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, w.ServeTCP(w.Node1().Netns, "thief", taken))
 	emptyDispatch(t, w, variant)
 	waitForMetrics(t, w, &harness.Scrape{}, []metricCheck{atLeast("nodeproxy_drift_repaired_total kind="+ruleDrift, 1)})
 	w.Write(t, "s.yaml", harness.Objects(harness.Service("s", 1), w.Ready("n1c")...)...)
@@ -253,13 +250,9 @@ func TestMetricsAreTheKernels(t *testing.T) {
 		}
 		before := w.Node1().Scrape(t)
 		limit, err := w.Node1().ReadSysctl("net/netfilter/nf_conntrack_max")
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		n, err := strconv.ParseFloat(strings.TrimSpace(limit), 64)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		want := []metricCheck{is("nodeproxy_conntrack_entries_limit", n), is("nodeproxy_service_traffic_left_out", 20-1)}
 		if mode != harness.IPTables {
 			waitForMetrics(t, w, before, want)

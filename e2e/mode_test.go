@@ -120,6 +120,16 @@ func onEachVariant(t *testing.T, test func(t *testing.T, variant harness.Variant
 	onVariants(t, variants, test)
 }
 
+// inWorld runs a test on each variant, in a World whose nodes the daemon knows.
+func inWorld(t *testing.T, test func(t *testing.T, w *harness.World, variant harness.Variant)) {
+	t.Helper()
+	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
+		w := harness.New(t, harness.Options{})
+		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+		test(t, w, variant)
+	})
+}
+
 // onVariants runs a test on some variants of iptables, in parallel with others. In mode nftables, only other programs use iptables.
 func onVariants(t *testing.T, variants []harness.Variant, test func(t *testing.T, variant harness.Variant)) {
 	t.Helper()

@@ -12,6 +12,8 @@ import (
 	"time"
 	"unsafe"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
 
 	"nodeproxy/e2e/harness"
@@ -39,9 +41,7 @@ var nodeLocalDNS = otherProgram{
 		for _, addr := range dnsCacheAddresses() {
 			b.script("ip addr add " + addr.String() + "/32 dev nodelocaldns")
 			at := netip.AddrPortFrom(addr, 53)
-			if err := errors.Join(b.w.ServeTCP(b.w.Node1().Netns, "cache", at), b.w.ServeUDP(b.w.Node1().Netns, "cache", at)); err != nil {
-				b.Fatal(err)
-			}
+			require.NoError(b, errors.Join(b.w.ServeTCP(b.w.Node1().Netns, "cache", at), b.w.ServeUDP(b.w.Node1().Netns, "cache", at)))
 		}
 		nodeLocalDNSRules(b)
 	},
@@ -112,12 +112,8 @@ func (b *beside) cacheAnswers() {
 	atService := byMode([]string{"cache"}, []string{"n1a", "n2a"})
 	for _, client := range []*harness.Host{b.w.Pod("n1c").Host, b.w.Pod("n1a").Host, b.w.Node1().Host} {
 		for _, network := range networks {
-			if err := serversOf(client, network, netip.AddrPortFrom(dnsCache, 53), "cache"); err != nil {
-				b.Error(err)
-			}
-			if err := serversOf(client, network, netip.AddrPortFrom(clusterIP(0, 4).Addr(), 53), atService...); err != nil {
-				b.Error(err)
-			}
+			assert.NoError(b, serversOf(client, network, netip.AddrPortFrom(dnsCache, 53), "cache"))
+			assert.NoError(b, serversOf(client, network, netip.AddrPortFrom(clusterIP(0, 4).Addr(), 53), atService...))
 		}
 	}
 }
@@ -281,9 +277,7 @@ func (b *beside) podRules() string {
 	for _, name := range []string{"n1a", "n1c"} {
 		for _, tool := range []string{"iptables", "ip6tables"} {
 			out, err := b.w.Pod(name).Output("sh", "-c", b.variant.Tool(tool)+"-save -t nat | grep -v '^[#:]'")
-			if err != nil {
-				b.Fatal(err)
-			}
+			require.NoError(b, err)
 			text += out
 		}
 	}
@@ -308,9 +302,7 @@ func (b *beside) sidecar(pod *harness.Pod, m mesh, port uint16, from map[int]net
 		l, err = net.ListenTCP("tcp", &net.TCPAddr{Port: int(port)})
 		return err
 	})
-	if err != nil {
-		b.Fatal(err)
-	}
+	require.NoError(b, err)
 	b.Cleanup(func() { l.Close() })
 	go func() {
 		for {

@@ -11,6 +11,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 )
 
@@ -170,13 +172,9 @@ func (b *beside) leave(d *harness.Daemon) {
 	if n := count(d.Log(), "changed what was written"); (n > 0) != b.empties {
 		b.Errorf("nodeproxy found its own rules changed %d times", n)
 	}
-	if err := d.Stop(); err != nil {
-		b.Fatal(err)
-	}
+	require.NoError(b, d.Stop())
 	binary, err := harness.Binary()
-	if err != nil {
-		b.Fatal(err)
-	}
+	require.NoError(b, err)
 	output(b.T, b.w, binary+" cleanup")
 }
 
@@ -228,9 +226,7 @@ func (b *beside) under(d *harness.Daemon, n otherProgram, times int, do func(*be
 			node.StartLoad("tcp", clusterIP(1, family), 1, pause))
 	}
 	open, err := b.w.Client.Converse(clusterIP(1, 4))
-	if err != nil {
-		b.Fatal(err)
-	}
+	require.NoError(b, err)
 	defer open.Close()
 	direct := b.w.Pod("n1c").StartLoad("tcp", netip.AddrPortFrom(b.w.Pod("n2a").IP4, 8080), 1, pause)
 	for i := range times {
@@ -273,12 +269,8 @@ func (b *beside) under(d *harness.Daemon, n otherProgram, times int, do func(*be
 // repaired waits until nodeproxy has repaired what has been done, or found that it has to try again.
 func (b *beside) repaired(d *harness.Daemon, lines int) {
 	b.Helper()
-	if err := d.WaitForAfter(lines, harness.Limit, "repair"); err != nil {
-		b.Fatal(err)
-	}
-	if err := d.WaitForAfter(lines, harness.Limit, harness.InSync); err != nil {
-		b.Fatal(err)
-	}
+	require.NoError(b, d.WaitForAfter(lines, harness.Limit, "repair"))
+	require.NoError(b, d.WaitForAfter(lines, harness.Limit, harness.InSync))
 	time.Sleep(500 * time.Millisecond) // A second part of what was done may show only now.
 	harness.Settle(b)
 }
@@ -294,9 +286,7 @@ func (b *beside) lastRepair(d *harness.Daemon) time.Time {
 			repairing = false
 			word, _, _ := strings.Cut(strings.TrimPrefix(line, "time="), " ")
 			at, err := time.Parse(time.RFC3339Nano, word)
-			if err != nil {
-				b.Fatal(err)
-			}
+			require.NoError(b, err)
 			last = at
 		}
 	}
@@ -420,9 +410,7 @@ func (b *beside) nodeAddr(family int) netip.Addr { return b.w.Node1().IP(family)
 func (b *beside) script(text string) string {
 	b.Helper()
 	out, err := b.w.Node1().Output("sh", "-ec", text)
-	if err != nil {
-		b.Fatal(err)
-	}
+	require.NoError(b, err)
 	return out
 }
 
@@ -433,9 +421,7 @@ func (b *beside) program(text string) string {
 		b.room = b.w.NewRoom(b, b.w.Node1().Netns, b.variant)
 	}
 	out, err := b.room.Output(text)
-	if err != nil {
-		b.Fatal(err)
-	}
+	require.NoError(b, err)
 	return out
 }
 

@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 	networking "k8s.io/api/networking/v1"
@@ -33,12 +35,12 @@ func TestNFTablesWithoutPrograms(t *testing.T) {
 	w.Write(t, "s.yaml", harness.Objects(harness.Service("s", 1), w.Ready("n1a")...)...)
 	w.Launch = withoutPrograms
 	binary, err := harness.Binary()
-	must(t, err)
+	require.NoError(t, err)
 	run := func(args ...string) string {
 		t.Helper()
 		cmd := withoutPrograms(binary, args...)
 		out, err := w.Node1().Output(cmd.Path, cmd.Args[1:]...)
-		must(t, err)
+		require.NoError(t, err)
 		return out
 	}
 	run("run", "--init-only", "--mode=nftables")
@@ -56,9 +58,9 @@ func TestNFTablesWithoutPrograms(t *testing.T) {
 	serve("n2a")
 	line := len(d.Log())
 	output(t, w, "nft delete table ip nodeproxy")
-	must(t, d.WaitForAfter(line, harness.Limit, "it has been repaired"))
+	require.NoError(t, d.WaitForAfter(line, harness.Limit, "it has been repaired"))
 	serve("n2a")
-	must(t, d.Stop())
+	require.NoError(t, d.Stop())
 	for _, line := range d.Log() {
 		if strings.Contains(line, "level=ERROR") || strings.Contains(line, "level=WARN") && !strings.Contains(line, "it has been repaired") {
 			t.Error(line)
@@ -67,8 +69,8 @@ func TestNFTablesWithoutPrograms(t *testing.T) {
 	output(t, w, "iptables-nft -t nat -N KUBE-SERVICES")
 	const stays = "chains of variant nft stay"
 	d = w.Run(t, harness.NFT, "--mode=nftables", clusterCIDR)
-	must(t, d.WaitFor(harness.Limit, "level=WARN", stays))
-	must(t, d.Stop())
+	require.NoError(t, d.WaitFor(harness.Limit, "level=WARN", stays))
+	require.NoError(t, d.Stop())
 	output(t, w, "iptables-nft -t nat -X KUBE-SERVICES")
 	if out := run("cleanup"); !strings.Contains(out, "nftables table ip nodeproxy\n") {
 		t.Errorf("cleanup says %q", out)
@@ -94,9 +96,9 @@ func TestNFTablesServiceCIDRs(t *testing.T) {
 	node, host := w.Node1(), w.Nodes[1]
 	for _, family := range families {
 		for at, n := range map[netip.AddrPort]*harness.Node{free[family]: host, own[family]: node} {
-			must(t, n.Netlink().AddrAdd(loLink(t, n), &netlink.Addr{IPNet: netlink.NewIPNet(at.Addr().AsSlice()), Flags: unix.IFA_F_NODAD}))
-			must(t, w.ServeTCP(n.Netns, n.Name, at))
-			must(t, w.ServeUDP(n.Netns, n.Name, at))
+			require.NoError(t, n.Netlink().AddrAdd(loLink(t, n), &netlink.Addr{IPNet: netlink.NewIPNet(at.Addr().AsSlice()), Flags: unix.IFA_F_NODAD}))
+			require.NoError(t, w.ServeTCP(n.Netns, n.Name, at))
+			require.NoError(t, w.ServeUDP(n.Netns, n.Name, at))
 		}
 		via(t, node.Netns, further[family], host.IP(family))
 		via(t, w.Client.Netns, further[family], node.IP(family))
@@ -139,7 +141,7 @@ func TestNFTablesServiceCIDRs(t *testing.T) {
 		line := len(d.Log())
 		begin := time.Now()
 		add()
-		must(t, d.WaitForAfter(line, harness.Limit, "msg=syncing"))
+		require.NoError(t, d.WaitForAfter(line, harness.Limit, "msg=syncing"))
 		eventually(t, "the ServiceCIDR is there", ends(w.Client, free[4], harness.TimedOut))
 		t.Logf("dropped %v after the ServiceCIDR was there, of which a request takes %v", time.Since(begin).Round(time.Millisecond), harness.Brief)
 		eachClient(func(c *harness.Host, family int) {
@@ -148,9 +150,7 @@ func TestNFTablesServiceCIDRs(t *testing.T) {
 			wantServers(t, c, clusterIP(1, family), "n1a", "n2a")
 		})
 		for i, c := range open {
-			if err := c.Echo(fmt.Sprint("still ", i)); err != nil {
-				t.Error(err)
-			}
+			assert.NoError(t, c.Echo(fmt.Sprint("still ", i)))
 		}
 		w.Remove(t, "cidr.yaml")
 		eventually(t, "the ServiceCIDR is gone", answers(w.Client, free[4], host.Name))
@@ -179,13 +179,13 @@ func via(t *testing.T, n *harness.Netns, to netip.Prefix, gateway netip.Addr) {
 		t.Fatalf("the route to %s: %v, %v", gateway, routes, err)
 	}
 	_, dst, err := net.ParseCIDR(to.String())
-	must(t, err)
-	must(t, n.Netlink().RouteReplace(&netlink.Route{LinkIndex: routes[0].LinkIndex, Dst: dst, Gw: gateway.AsSlice()}))
+	require.NoError(t, err)
+	require.NoError(t, n.Netlink().RouteReplace(&netlink.Route{LinkIndex: routes[0].LinkIndex, Dst: dst, Gw: gateway.AsSlice()}))
 }
 
 func loLink(t *testing.T, n *harness.Node) netlink.Link {
 	t.Helper()
 	l, err := n.Netlink().LinkByName("lo")
-	must(t, err)
+	require.NoError(t, err)
 	return l
 }

@@ -81,9 +81,7 @@ func TestModeNFTables(t *testing.T) {
 // TestModeSwitchNFTables: from iptables to nftables and back by restarts with another --mode. No request fails, connections go on,
 // and nothing of the former mode is left.
 func TestModeSwitchNFTables(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		manyServices(t, w)
 		s := &switching{World: w, variant: variant, open: map[string]*harness.Conversation{}}
 		s.start(t, harness.IPTables)
@@ -134,9 +132,7 @@ func (s *switching) requested(t *testing.T, n int) {
 // TestIPVSModeSwitchNFTables: from ipvs to nftables and back. No request fails, and connections of mode ipvs go on through the virtual
 // servers that stay for them.
 func TestIPVSModeSwitchNFTables(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		manyServices(t, w)
 		s := &switching{World: w, variant: variant, open: map[string]*harness.Conversation{}}
 		s.start(t, harness.IPVS)
@@ -162,9 +158,7 @@ var ipvsChains = regexp.MustCompile(`(?m)^:KUBE-(IPVS|NODE-PORT|SERVICES|POSTROU
 // TestTakeoverToNFTables: a start in mode nftables over the rules of a kube-proxy in mode iptables. No request fails, connections go on, and
 // nothing of kube-proxy's is left.
 func TestTakeoverToNFTables(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		manyServices(t, w)
 		writeKubeProxysRules(t, w, variant)
 		s := &switching{World: w, variant: variant, open: map[string]*harness.Conversation{}}

@@ -25,9 +25,7 @@ const (
 
 // TestObjectsReadAsMeant: the corners of the API that decide whether an object, or a part of it, is for this proxy.
 func TestObjectsReadAsMeant(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		eachSlice := func(objects []runtime.Object, change func(*discovery.EndpointSlice)) []runtime.Object {
 			for _, o := range objects {
 				if slice, ok := o.(*discovery.EndpointSlice); ok {

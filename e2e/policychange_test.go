@@ -7,6 +7,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 )
 
@@ -20,9 +22,7 @@ func (o openConnections) open(t *testing.T, w *harness.World, phase string) {
 		for _, from := range []*harness.Host{w.Client, w.Pod("n1c").Host, w.Node1().Host} {
 			for _, to := range []netip.AddrPort{nodePort(w.Node1().IP(family), 1), vip(1, family), externalIP(1, family)} {
 				c, err := from.Converse(to)
-				if err != nil {
-					t.Fatalf("%s: %s to %s: %v", phase, from.Name, to, err)
-				}
+				require.NoError(t, err, "%s: %s to %s", phase, from.Name, to)
 				t.Cleanup(c.Close)
 				o[fmt.Sprintf("%s to %s, opened %s", from.Name, to, phase)] = c
 			}
@@ -44,9 +44,7 @@ func (o openConnections) goOn(t *testing.T, when string) {
 // TestPolicyChangeKeepsConnections: connections to endpoints that stay go on when the external policy changes, either way, and
 // when nodeproxy is restarted over a change.
 func TestPolicyChangeKeepsConnections(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		write := func(external string) {
 			s := harness.Service("s", 1, harness.Policies("Cluster", external))
 			w.Write(t, "s.yaml", harness.Objects(s, w.Ready("n1a", "n2a")...)...)
@@ -71,9 +69,7 @@ func TestPolicyChangeKeepsConnections(t *testing.T) {
 		change("under Local", "Cluster", "n1a", "n2a")
 		change("under Cluster", "Local", "n1a")
 		o.open(t, w, "before a restart")
-		if err := d.Stop(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, d.Stop())
 		write("Cluster")
 		w.Run(t, variant, clusterCIDR)
 		o.goOn(t, "after a restart")
@@ -85,15 +81,11 @@ func TestPolicyChangeKeepsConnections(t *testing.T) {
 // TestIPVSTakeoverKeepsNodePortConnections: connections through the virtual servers that kube-proxy has for each address of the
 // node and each node port go on. New ones do not get there, and the servers go with their last connection.
 func TestIPVSTakeoverKeepsNodePortConnections(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		w.Write(t, "s.yaml", harness.Objects(harness.Service("s", 1), w.Ready("n1a")...)...)
 		node := w.Node1()
 		for _, setting := range []string{"net/ipv4/ip_forward", "net/ipv4/vs/conntrack"} {
-			if err := node.Sysctl(setting, "1"); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, node.Sysctl(setting, "1"))
 		}
 		o := openConnections{}
 		var servers []string
@@ -106,9 +98,7 @@ func TestIPVSTakeoverKeepsNodePortConnections(t *testing.T) {
 			output(t, w, fmt.Sprintf("ipvsadm -A -t %s -s rr", to))
 			output(t, w, fmt.Sprintf("ipvsadm -a -t %s -r %s -m", to, netip.AddrPortFrom(w.Pod("n1a").IP(family), 8080)))
 			c, err := w.Client.Converse(to)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			t.Cleanup(c.Close)
 			o[to.String()] = c
 		}

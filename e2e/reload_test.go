@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
 
 	"nodeproxy/e2e/harness"
@@ -62,8 +63,8 @@ func runConfigured(t *testing.T, w *harness.World, variant harness.Variant) *con
 
 func (c *configured) write(t *testing.T, text string) {
 	t.Helper()
-	must(t, os.WriteFile(c.file+".new", []byte(text), 0o644))
-	must(t, os.Rename(c.file+".new", c.file))
+	require.NoError(t, os.WriteFile(c.file+".new", []byte(text), 0o644))
+	require.NoError(t, os.Rename(c.file+".new", c.file))
 }
 
 // probes ask over and over at HTTP endpoints of the node that have to answer 200 all the while.
@@ -127,7 +128,7 @@ func TestBadConfigurations(t *testing.T) {
 	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
 		w := reloadWorld(t)
 		busy := netip.MustParseAddrPort("127.0.0.1:7777")
-		must(t, w.ServeTCP(w.Node1().Netns, "busy", busy))
+		require.NoError(t, w.ServeTCP(w.Node1().Netns, "busy", busy))
 		c := runConfigured(t, w, variant)
 		loads := []*harness.Load{
 			w.Client.StartLoad("tcp", nodePort(w.Node1().IP4, 1), 2, 3*time.Millisecond),
@@ -164,7 +165,7 @@ func TestBadConfigurations(t *testing.T) {
 			c.write(t, good())
 			eventually(t, tc.name+" is mended", rejected("0"))
 		}
-		must(t, os.Remove(c.file))
+		require.NoError(t, os.Remove(c.file))
 		eventually(t, "the file is gone", rejected("1"))
 		c.write(t, good())
 		eventually(t, "the file is back", rejected("0"))

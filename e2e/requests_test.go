@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"nodeproxy/e2e/harness"
@@ -68,9 +69,7 @@ func together(checks ...func()) {
 func wantServers(t *testing.T, client *harness.Host, to netip.AddrPort, want ...string) {
 	t.Helper()
 	for _, network := range networks {
-		if err := serversOf(client, network, to, want...); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, serversOf(client, network, to, want...))
 	}
 }
 

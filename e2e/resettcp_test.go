@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
 
 	"nodeproxy/e2e/harness"
@@ -40,17 +41,13 @@ const conversationPause = 20 * time.Millisecond
 func converse(t *testing.T, from *harness.Host, to netip.AddrPort) *conversation {
 	t.Helper()
 	conn, err := from.Dial("tcp", to, time.Now().Add(harness.Patient))
-	if err != nil {
-		t.Fatalf("%s to %s: %v", from.Name, to, err)
-	}
+	require.NoError(t, err, "%s to %s", from.Name, to)
 	in := bufio.NewReader(conn)
 	hello, err := in.ReadString('\n')
 	if err == nil {
 		err = conn.SetDeadline(time.Time{})
 	}
-	if err != nil {
-		t.Fatalf("%s to %s: %v", from.Name, to, err)
-	}
+	require.NoError(t, err, "%s to %s", from.Name, to)
 	c := &conversation{name: fmt.Sprintf("%s to %s", from.Name, to)}
 	c.server, _, _ = strings.Cut(hello, " ")
 	done := make(chan struct{})
@@ -161,9 +158,7 @@ func resetsTCP(value string) func(*v1.Service) {
 // what the kernel does by default.
 func needsLoose(t *testing.T, w *harness.World) {
 	t.Helper()
-	if err := w.Node1().Sysctl("net/netfilter/nf_conntrack_tcp_loose", "1"); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, w.Node1().Sysctl("net/netfilter/nf_conntrack_tcp_loose", "1"))
 }
 
 // TestTCPReset: connections to an endpoint that is gone, but still answers, are reset if the Service's annotation says so,

@@ -8,6 +8,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
 
 	"nodeproxy/e2e/harness"
@@ -39,9 +41,7 @@ func countedRules(t *testing.T, n *harness.Node, variant harness.Variant, counte
 		}
 		family, save, _ := strings.Cut(tool, "-")
 		out, err := n.Output(variant.Tool(family)+"-"+save, args...)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		all.WriteString(tool + "\n" + comments.ReplaceAllString(out, ""))
 	}
 	return all.String()
@@ -67,9 +67,7 @@ func manyServices(t *testing.T, w *harness.World) int {
 // TestRestartUnderLoad: the rules stay in force while the daemon is down, and its start disturbs nothing, after a
 // SIGTERM as after a SIGKILL, though the cluster changed meanwhile.
 func TestRestartUnderLoad(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		services := manyServices(t, w)
 		d := w.Run(t, variant, clusterCIDR)
 		var loads []*harness.Load
@@ -82,9 +80,7 @@ func TestRestartUnderLoad(t *testing.T) {
 		}
 		for i, end := range []func() error{func() error { return d.Stop() }, func() error { return d.Kill() }} {
 			more(t, aWhile, loads...)
-			if err := end(); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, end())
 			more(t, aWhile, loads...)
 			pod := []string{"n2a", "n3a"}[i]
 			changed := harness.Service("internal", services, harness.ClusterOnly)
@@ -102,9 +98,7 @@ func TestRestartUnderLoad(t *testing.T) {
 // TestConnectionsSurvive: open TCP connections go on through edits of their own Service, a restart, and the end of the
 // endpoint's membership.
 func TestConnectionsSurvive(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		s := harness.Service("s", 1)
 		w.Write(t, "s.yaml", harness.Objects(s, w.Ready("n1a", "n2a")...)...)
 		d := w.Run(t, variant, clusterCIDR)
@@ -112,9 +106,7 @@ func TestConnectionsSurvive(t *testing.T) {
 		for _, family := range families {
 			for _, client := range []*harness.Host{w.Client, w.Pod("n1c").Host, w.Node1().Host} {
 				c, err := client.Converse(nodePort(w.Node1().IP(family), 1))
-				if err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, err)
 				defer c.Close()
 				open = append(open, c)
 			}
@@ -122,18 +114,14 @@ func TestConnectionsSurvive(t *testing.T) {
 		check := func(when string) {
 			t.Helper()
 			for _, c := range open {
-				if err := c.Echo(when); err != nil {
-					t.Errorf("%s: %v", when, err)
-				}
+				assert.NoError(t, c.Echo(when), "%s", when)
 			}
 		}
 		check("at first")
 		w.Write(t, "s.yaml", harness.Objects(s, w.Ready("n1a", "n2a", "n3a")...)...)
 		eventually(t, "third endpoint", answers(w.Client, clusterIP(1, 4), "n3a"))
 		check("with another endpoint")
-		if err := d.Stop(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, d.Stop())
 		check("without the daemon")
 		w.Run(t, variant, clusterCIDR)
 		check("after its restart")
@@ -148,9 +136,7 @@ func TestConnectionsSurvive(t *testing.T) {
 // TestStartWritesNothing: a start over rules that are already right changes none of them: on the nft variant every rule
 // keeps its handle, and on both every rule keeps its counters.
 func TestStartWritesNothing(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		services := manyServices(t, w)
 		d := w.Run(t, variant, clusterCIDR)
 		for _, family := range families {
@@ -162,9 +148,7 @@ func TestStartWritesNothing(t *testing.T) {
 			name string
 			end  func() error
 		}{{"SIGTERM", func() error { return d.Stop() }}, {"SIGKILL", func() error { return d.Kill() }}} {
-			if err := how.end(); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, how.end())
 			rulesBefore, countersBefore := splitCounters(countedRules(t, w.Node1(), variant, true))
 			handles := ruleHandles(t, w, variant)
 			d = w.Run(t, variant, clusterCIDR)
@@ -215,9 +199,7 @@ func ruleHandles(t *testing.T, w *harness.World, variant harness.Variant) string
 		return ""
 	}
 	out, err := w.Node1().Output("nft", "-a", "list", "ruleset")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if !strings.Contains(out, "# handle ") {
 		t.Fatalf("no handles in %q", out)
 	}
@@ -241,9 +223,7 @@ func firstDifference(before, after string) string {
 // TestForeignRulesSurvive: rules and chains of others are left alone, and stay where they are, through first
 // programming, edits, a restart and the end of all Services.
 func TestForeignRulesSurvive(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		for _, table := range []string{"nat", "filter", "mangle"} {
 			rule(t, w, variant, "-t "+table+" -N CNI-OTHER")
 			rule(t, w, variant, "-t "+table+" -A CNI-OTHER -p tcp --dport 4242 -j RETURN")
@@ -277,9 +257,7 @@ func TestForeignRulesSurvive(t *testing.T) {
 			eventually(t, "edit", func() error { return serversOf(w.Client, "tcp", clusterIP(1, family), "n3a") })
 		}
 		check("after an edit")
-		if err := d.Stop(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, d.Stop())
 		w.Run(t, variant, clusterCIDR)
 		check("after a restart")
 		for _, name := range []string{"plain", "sticky", "local", "ranges", "internal", "none"} {
@@ -296,9 +274,7 @@ func TestForeignRulesSurvive(t *testing.T) {
 // TestStaleChainsRemoved: what an earlier run (or kube-proxy) left for Services that are gone is removed at the start,
 // and rules that somebody changed while no daemon ran are put right.
 func TestStaleChainsRemoved(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		w.Write(t, "kept.yaml", harness.Objects(harness.Service("kept", 1), w.Ready("n1a", "n2a")...)...)
 		d := w.Run(t, variant, clusterCIDR)
 		want := rules(t, w, variant)
@@ -313,9 +289,7 @@ func TestStaleChainsRemoved(t *testing.T) {
 			eventually(t, "Services that will go", answers(w.Client, vip(12, family), "n1b", "n3a"))
 			eventually(t, "Services that will go", answers(w.Client, vip(10, family), "n1b", "n3a"))
 		}
-		if err := d.Kill(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, d.Kill())
 		for _, file := range gone {
 			w.Remove(t, file)
 		}

@@ -15,9 +15,7 @@ import (
 // TestManyServices: with so many Services that chains dispatch by a tree, each frontend of each one leads to its own
 // endpoints, also after Services come and go, while another Service's clients notice nothing.
 func TestManyServices(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		const services = 150
 		pods := []string{"n1a", "n1b", "n2a", "n3a", ""} // every fifth Service has no endpoint
 		pod := func(i int) string { return pods[i%len(pods)] }
@@ -99,9 +97,7 @@ func TestManyServices(t *testing.T) {
 
 // TestManyEndpoints: with so many endpoints that they are picked by a tree, each is picked, and all about equally often.
 func TestManyEndpoints(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		swarm := w.AddSwarm(t, 8080)
 		var checks []func()
 		// Counts on both sides of what one level of a tree may hold, and odd ones.

@@ -9,6 +9,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/intstr"
 
@@ -43,9 +45,7 @@ func (s *seeded) clusterIP(t *testing.T, portName string) netip.Addr {
 		t.Fatalf("no rule for %s in\n%s", portName, rules(t, s.World, s.variant))
 	}
 	addr, err := netip.ParseAddr(m[1])
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if !harness.ServiceCIDR4.Contains(addr) {
 		t.Errorf("%s has cluster IP %s, outside of %s", portName, addr, harness.ServiceCIDR4)
 	}
@@ -73,9 +73,7 @@ func (s *seeded) answers(t *testing.T, portName string, port, target uint16, ser
 	t.Helper()
 	to := netip.AddrPortFrom(s.clusterIP(t, portName), port)
 	for _, client := range []*harness.Host{s.Pod("n1c").Host, s.Client} {
-		if err := serversOf(client, "tcp", to, servers...); err != nil {
-			t.Errorf("%s: %v", portName, err)
-		}
+		assert.NoError(t, serversOf(client, "tcp", to, servers...), "%s", portName)
 		if a := client.Ask("tcp", to, harness.Patient); a.Port != target {
 			t.Errorf("%s: %v, want target port %d", portName, a, target)
 		}
@@ -85,9 +83,7 @@ func (s *seeded) answers(t *testing.T, portName string, port, target uint16, ser
 // refuses checks that a Service port without endpoints is refused.
 func (s *seeded) refuses(t *testing.T, portName string, port uint16) {
 	t.Helper()
-	if err := ends(s.Pod("n1c").Host, netip.AddrPortFrom(s.clusterIP(t, portName), port), harness.Refused)(); err != nil {
-		t.Errorf("%s: %v", portName, err)
-	}
+	assert.NoError(t, ends(s.Pod("n1c").Host, netip.AddrPortFrom(s.clusterIP(t, portName), port), harness.Refused)(), "%s", portName)
 }
 
 // onNodePort checks that a node port is served by exactly these servers to an outside client, whose address they see
@@ -95,9 +91,7 @@ func (s *seeded) refuses(t *testing.T, portName string, port uint16) {
 func (s *seeded) onNodePort(t *testing.T, port uint16, kept bool, servers ...string) {
 	t.Helper()
 	to := netip.AddrPortFrom(s.Node1().IP4, port)
-	if err := serversOf(s.Client, "tcp", to, servers...); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, serversOf(s.Client, "tcp", to, servers...))
 	source := s.Node1().IP4
 	if kept {
 		source = s.Client.IP4
@@ -152,9 +146,7 @@ var seeds = []seed{
 		check: func(t *testing.T, s *seeded) {
 			s.answers(t, "default/my-service:http", 80, 49152, "n1a", "n1b", "n2a")
 			to := netip.MustParseAddrPort("198.51.100.32:80")
-			if err := serversOf(s.Client, "tcp", to, "n1a", "n1b", "n2a"); err != nil {
-				t.Error(err)
-			}
+			assert.NoError(t, serversOf(s.Client, "tcp", to, "n1a", "n1b", "n2a"))
 		},
 	},
 	{
@@ -212,9 +204,7 @@ func TestSeeds(t *testing.T) {
 		t.Run(fmt.Sprintf("%02d-%s/%s", i, strings.TrimSuffix(sd.file, ".yaml"), variant), func(t *testing.T) {
 			t.Parallel()
 			text, err := os.ReadFile(filepath.Join("..", "testdata", "seeds", sd.file))
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			ports := sd.ports
 			if ports == nil {
 				ports = []uint16{8080}
@@ -243,9 +233,7 @@ func TestSeeds(t *testing.T) {
 // TestPodsAsEndpoints: a Service with a selector follows its Pods: their labels, readiness, end, named ports and host
 // network, in both families.
 func TestPodsAsEndpoints(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		s := harness.Service("web", 1)
 		s.Namespace = "default"
 		s.Spec.Selector = map[string]string{"app": "web"}
@@ -309,9 +297,7 @@ func TestPodsAsEndpoints(t *testing.T) {
 		check("publishNotReadyAddresses", "n2b")
 
 		// A pod in the host network has its node's addresses.
-		if err := w.ServeBoth(w.Nodes[2].Host, "node3", 8085); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, w.ServeBoth(w.Nodes[2].Host, "node3", 8085))
 		host := w.PodObject(w.Pod("n3a"), web, named(8085), func(p *v1.Pod) {
 			p.Spec.HostNetwork = true
 			p.Status.PodIP = w.Nodes[2].IP4.String()

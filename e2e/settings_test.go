@@ -11,6 +11,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"github.com/vishvananda/netlink"
 	v1 "k8s.io/api/core/v1"
 
@@ -20,9 +22,7 @@ import (
 // TestSourceRangesWithLocalVIP: where a load balancer puts its IP on the node itself, the node's own requests have that IP
 // as their source too. They may pass if the node's address is in the ranges, and not otherwise.
 func TestSourceRangesWithLocalVIP(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		const with, without = 1, 2
 		for number, s := range map[int]*v1.Service{
 			with:    harness.Service("with-node", with, sourceRanges("192.168.77.0/24", "fd00:77::/64")),
@@ -30,18 +30,14 @@ func TestSourceRangesWithLocalVIP(t *testing.T) {
 		} {
 			w.Write(t, s.Name+".yaml", harness.Objects(s, w.Ready("n1a", "n2a")...)...)
 			lo, err := w.Node1().Netlink().LinkByName("lo")
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			for _, family := range families {
 				addr := vip(number, family).Addr()
 				parsed, err := netlink.ParseAddr(netip.PrefixFrom(addr, addr.BitLen()).String())
 				if err == nil {
 					err = w.Node1().Netlink().AddrAdd(lo, parsed)
 				}
-				if err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, err)
 			}
 		}
 		w.Run(t, variant, clusterCIDR)
@@ -57,9 +53,7 @@ func TestSourceRangesWithLocalVIP(t *testing.T) {
 func TestSingleStack(t *testing.T) {
 	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
 		w := harness.New(t, harness.Options{})
-		if err := w.Node1().Sysctl("net/ipv6/conf/all/disable_ipv6", "1"); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, w.Node1().Sysctl("net/ipv6/conf/all/disable_ipv6", "1"))
 		w.Write(t, "nodes.yaml", w.NodeObjects()...)
 		w.Write(t, "s.yaml", harness.Objects(harness.Service("s", 1), w.Ready("n1a", "n2a")...)...)
 		w.Run(t, variant, clusterCIDR)
@@ -67,9 +61,7 @@ func TestSingleStack(t *testing.T) {
 			wantServers(t, w.Client, to, "n1a", "n2a")
 		}
 		out, err := w.Node1().Output(variant.Tool("ip6tables") + "-save")
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if strings.Contains(out, "KUBE-") {
 			t.Errorf("IPv6 rules on a node without IPv6:\n%s", out)
 		}
@@ -78,9 +70,7 @@ func TestSingleStack(t *testing.T) {
 
 // TestBackendAuto: without a variant given, the one that already holds rules is used.
 func TestBackendAuto(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		w.Write(t, "s.yaml", harness.Objects(harness.Service("s", 1), w.Ready("n1a", "n2a")...)...)
 		// What a kubelet makes is the sign to go by, as in the iptables-wrappers of the Kubernetes images.
 		rule(t, w, variant, "-t mangle -N KUBE-IPTABLES-HINT")
@@ -98,37 +88,27 @@ func TestBackendAuto(t *testing.T) {
 
 // TestRenderIsWhatRunApplies: what `render` prints, restored in an empty namespace, gives the same rules as `run`.
 func TestRenderIsWhatRunApplies(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		manyServices(t, w)
 		// run leaves a rule out where conntrack is liberal, and render knows nothing of the node.
-		if err := w.Node1().Sysctl("net/netfilter/nf_conntrack_tcp_be_liberal", "0"); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, w.Node1().Sysctl("net/netfilter/nf_conntrack_tcp_be_liberal", "0"))
 		w.Run(t, variant, clusterCIDR)
 		path, err := harness.Binary()
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		node2 := w.Nodes[1]
 		var applied, rendered strings.Builder
 		for _, f := range []struct{ family, tool string }{{"ipv4", "iptables"}, {"ipv6", "ip6tables"}} {
 			render := exec.Command(path, "render", "--mode=iptables", "--manifests="+w.Manifests, "--node-name=node1", clusterCIDR,
 				"--service-cidr="+harness.ServiceCIDR4.String()+","+harness.ServiceCIDR6.String(), "--family="+f.family)
 			text, err := render.Output()
-			if err != nil {
-				t.Fatalf("render: %v", err)
-			}
+			require.NoError(t, err, "render")
 			if _, err := node2.OutputWithInput(string(text), variant.Tool(f.tool)+"-restore", "-w", "--noflush"); err != nil {
 				t.Fatal(err)
 			}
 			for node, into := range map[*harness.Node]*strings.Builder{w.Node1(): &applied, node2: &rendered} {
 				for _, table := range []string{"nat", "filter"} {
 					out, err := node.Output(variant.Tool(f.tool)+"-save", "-t", table)
-					if err != nil {
-						t.Fatal(err)
-					}
+					require.NoError(t, err)
 					into.WriteString(policyCounters.ReplaceAllString(comments.ReplaceAllString(out, ""), "$1"))
 				}
 			}
@@ -205,9 +185,7 @@ endpoints: [{addresses: ["%s"]}]
 // ones: not while the daemon starts, and not when they come while it runs.
 func TestBadInputLeavesTheRestAlone(t *testing.T) {
 	bad := badInput()
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		w.Write(t, "good.yaml", harness.Objects(harness.Service("good", 1), w.Ready("n1a", "n2a")...)...)
 		d := w.Run(t, variant, clusterCIDR)
 		want := rules(t, w, variant)
@@ -215,9 +193,7 @@ func TestBadInputLeavesTheRestAlone(t *testing.T) {
 		for name, text := range bad {
 			logged := len(d.Log())
 			w.WriteText(t, "bad-"+name+".yaml", text)
-			if err := d.WaitForAfter(logged, harness.Limit, "level=WARN", "bad-"+name+".yaml"); err != nil {
-				t.Errorf("%s is not named: %v", name, err)
-			}
+			assert.NoError(t, d.WaitForAfter(logged, harness.Limit, "level=WARN", "bad-"+name+".yaml"), "%s is not named", name)
 		}
 		more(t, aWhile, load)
 		noFailures(t, load)
@@ -241,9 +217,7 @@ func TestBadInputLeavesTheRestAlone(t *testing.T) {
 			}
 		}
 		check("with bad input")
-		if err := d.Stop(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, d.Stop())
 		d = w.Run(t, variant, clusterCIDR)
 		check("after a restart over bad input")
 		for name := range bad {

@@ -14,6 +14,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 )
 
@@ -57,9 +59,7 @@ func TestSoak(t *testing.T) {
 			}
 		}
 		samples, err := result()
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		took := time.Since(begin)
 		t.Logf("%d changes in %v: %.1f a second", changes, took.Round(time.Second), float64(changes)/took.Seconds())
 		var grown []string

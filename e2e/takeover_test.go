@@ -7,6 +7,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 )
 
@@ -16,9 +18,7 @@ import (
 // The rules in testdata are those that kube-proxy 1.36.3 wrote for manyServices in this harness, without its nfacct
 // counters.
 func TestTakeoverFromKubeProxy(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		manyServices(t, w)
 		writeKubeProxysRules(t, w, variant)
 		var loads []*harness.Load
@@ -54,9 +54,7 @@ func writeKubeProxysRules(t *testing.T, w *harness.World, variant harness.Varian
 	t.Helper()
 	for _, f := range []struct{ family, tool string }{{"ipv4", "iptables"}, {"ipv6", "ip6tables"}} {
 		text, err := os.ReadFile(filepath.Join("testdata", "kube-proxy-1.36.3."+f.family+".rules"))
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if _, err := w.Node1().OutputWithInput(string(text), variant.Tool(f.tool)+"-restore", "-w"); err != nil {
 			t.Fatal(err)
 		}

@@ -9,6 +9,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 )
 
@@ -120,10 +122,10 @@ func TestTiers(t *testing.T) {
 	t.Parallel()
 	there := map[string]bool{}
 	files, err := filepath.Glob("*_test.go")
-	must(t, err)
+	require.NoError(t, err)
 	for _, file := range files {
 		text, err := os.ReadFile(file)
-		must(t, err)
+		require.NoError(t, err)
 		for _, m := range testDeclaration.FindAllSubmatch(text, -1) {
 			there[string(m[1])] = true
 		}

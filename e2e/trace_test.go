@@ -17,6 +17,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 	"nodeproxy/inspect"
 	"nodeproxy/plan"
@@ -26,9 +28,7 @@ import (
 func traceSocket(t *testing.T) string {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "np")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { os.RemoveAll(dir) })
 	return filepath.Join(dir, "s")
 }
@@ -39,9 +39,7 @@ func (m *matrix) checkTraces(t *testing.T, socket string, flags ...string) {
 	t.Helper()
 	client := inspect.NewClient(socket)
 	binary, err := harness.Binary()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var (
 		mu    sync.Mutex
 		wrong []string

@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 )
 
@@ -18,20 +20,10 @@ func waits(other *harness.Daemon) []string {
 	return []string{"another proxy runs here", fmt.Sprintf("nodeproxy (process %d)", other.PID())}
 }
 
-// must fails the test upon an error.
-func must(t *testing.T, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
-
 // TestTwoProxies: of two daemons in one network namespace, with one configuration, the second one writes nothing as long as the
 // first one runs. It takes over as soon as that one is gone, without a failed request, and gets its addresses.
 func TestTwoProxies(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		s := harness.Service("s", 1)
 		w.Write(t, "s.yaml", harness.Objects(s, w.Ready("n1a")...)...)
 		file := filepath.Join(t.TempDir(), "config.yaml")
@@ -39,8 +31,8 @@ func TestTwoProxies(t *testing.T) {
 			t.Helper()
 			text := fmt.Sprintf("apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"+
 				"%s:\n  masqueradeAll: %v\n", section(), masquerade)
-			must(t, os.WriteFile(file+".new", []byte(text), 0o644))
-			must(t, os.Rename(file+".new", file))
+			require.NoError(t, os.WriteFile(file+".new", []byte(text), 0o644))
+			require.NoError(t, os.Rename(file+".new", file))
 		}
 		configure(false)
 		flags := []string{"--iptables-backend=" + string(variant), "--ipvs-vips=" + string(harness.VIPsWith(variant)), clusterCIDR}
@@ -51,19 +43,19 @@ func TestTwoProxies(t *testing.T) {
 		}
 		before := held(t, w, variant)
 		second, err := w.StartDaemon(w.Node1(), append(flags, "--config="+file)...)
-		must(t, err)
-		must(t, second.WaitFor(harness.Limit, waits(first)...))
+		require.NoError(t, err)
+		require.NoError(t, second.WaitFor(harness.Limit, waits(first)...))
 
 		// Neither a new configuration nor one that goes ends the wait.
 		configure(true)
-		must(t, second.WaitFor(harness.Limit, "the configuration file has changed"))
+		require.NoError(t, second.WaitFor(harness.Limit, "the configuration file has changed"))
 		line := len(second.Log())
 		configure(false)
-		must(t, second.WaitForAfter(line, harness.Limit, waits(first)...))
+		require.NoError(t, second.WaitForAfter(line, harness.Limit, waits(first)...))
 		third, err := w.StartDaemon(w.Node1(), flags...)
-		must(t, err)
-		must(t, third.WaitFor(harness.Limit, waits(first)...))
-		must(t, third.Stop())
+		require.NoError(t, err)
+		require.NoError(t, third.WaitFor(harness.Limit, waits(first)...))
+		require.NoError(t, third.Stop())
 		if now := held(t, w, variant); now != before {
 			t.Errorf("one that waits has changed something:\n%s", firstDifference(before, now))
 		}
@@ -72,9 +64,9 @@ func TestTwoProxies(t *testing.T) {
 		eventually(t, "the first one follows", func() error { return serversOf(w.Client, "tcp", clusterIP(1, 4), "n1b") })
 		eventually(t, "the first one is ready", ready(w, "10256"))
 
-		must(t, first.Kill())
+		require.NoError(t, first.Kill())
 		killed := time.Now()
-		must(t, second.WaitFor(harness.Limit, harness.InSync))
+		require.NoError(t, second.WaitFor(harness.Limit, harness.InSync))
 		t.Logf("in sync %v after the end of the first one", time.Since(killed).Round(time.Millisecond))
 		w.Write(t, "s.yaml", harness.Objects(s, w.Ready("n1c")...)...)
 		eventually(t, "the second one follows", func() error { return serversOf(w.Client, "tcp", clusterIP(1, 4), "n1c") })
@@ -83,7 +75,7 @@ func TestTwoProxies(t *testing.T) {
 		// A new configuration in place does not let it wait for itself.
 		line = len(second.Log())
 		configure(true)
-		must(t, second.WaitForAfter(line, harness.StartupTimeout, harness.InSync))
+		require.NoError(t, second.WaitForAfter(line, harness.StartupTimeout, harness.InSync))
 		more(t, aWhile, loads...)
 		noFailures(t, loads...)
 	})
@@ -112,8 +104,8 @@ func TestWaitEnds(t *testing.T) {
 	flags := []string{"--iptables-backend=" + string(variant), "--healthz-bind-address=127.0.0.1:10266",
 		"--metrics-bind-address=127.0.0.1:10259", clusterCIDR}
 	second, err := w.StartDaemon(w.Node1(), flags...)
-	must(t, err)
-	must(t, second.WaitFor(harness.Limit, waits(first)...))
+	require.NoError(t, err)
+	require.NoError(t, second.WaitFor(harness.Limit, waits(first)...))
 	for _, want := range [][2]string{
 		{"10266/livez", "\n200"}, {"10266/healthz", "\n503"}, {"10266/readyz", "\n503"},
 		{"10266/readyz", fmt.Sprintf(`"nothing is written before this is gone: nodeproxy (process %d)"`, first.PID())},
@@ -127,11 +119,11 @@ func TestWaitEnds(t *testing.T) {
 			return err
 		})
 	}
-	must(t, second.Stop())
+	require.NoError(t, second.Stop())
 	// Where an address of the first one is in the way of one for all addresses, the others are listened at.
 	second, err = w.StartDaemon(w.Node1(), "--iptables-backend="+string(variant), clusterCIDR)
-	must(t, err)
-	must(t, second.WaitFor(harness.Limit, waits(first)...))
+	require.NoError(t, err)
+	require.NoError(t, second.WaitFor(harness.Limit, waits(first)...))
 	for _, host := range []string{w.Node1().IP4.String(), "[" + w.Node1().IP6.String() + "]"} {
 		eventually(t, "a probe of the node's address is answered", func() error {
 			answer, err := w.Node1().Output("curl", "-s", "http://"+host+":10256/readyz")
@@ -141,11 +133,11 @@ func TestWaitEnds(t *testing.T) {
 			return err
 		})
 	}
-	must(t, second.Stop())
+	require.NoError(t, second.Stop())
 
 	third := w.Run(t, variant, append(flags, "--take-over")...)
-	must(t, third.WaitFor(harness.Limit, "going ahead, as --take-over asks", fmt.Sprintf("nodeproxy (process %d)", first.PID())))
-	must(t, first.Stop())
+	require.NoError(t, third.WaitFor(harness.Limit, "going ahead, as --take-over asks", fmt.Sprintf("nodeproxy (process %d)", first.PID())))
+	require.NoError(t, first.Stop())
 	eventually(t, "the claim of the first one is taken", func() error {
 		sockets, err := w.Node1().Output("cat", "/proc/net/unix")
 		if err == nil && !strings.Contains(sockets, " @nodeproxy\n") {
@@ -154,10 +146,10 @@ func TestWaitEnds(t *testing.T) {
 		return err
 	})
 	fourth, err := w.StartDaemon(w.Node1(), "--iptables-backend="+string(variant), clusterCIDR)
-	must(t, err)
-	must(t, fourth.WaitFor(harness.Limit, waits(third)...))
-	must(t, third.Stop())
-	must(t, fourth.WaitFor(harness.StartupTimeout, harness.InSync))
+	require.NoError(t, err)
+	require.NoError(t, fourth.WaitFor(harness.Limit, waits(third)...))
+	require.NoError(t, third.Stop())
+	require.NoError(t, fourth.WaitFor(harness.StartupTimeout, harness.InSync))
 	eventually(t, "the metric falls", func() error {
 		answer, err := w.Node1().Output("curl", "-s", "http://127.0.0.1:10249/metrics")
 		if err == nil && !strings.Contains(answer, "\nnodeproxy_waiting_for_proxy 0\n") {
@@ -177,17 +169,17 @@ func TestOtherProxyStarts(t *testing.T) {
 	ip := w.Node1().IP4.String()
 	second, err := w.StartDaemon(w.Node1(), "--iptables-backend=nft", "--healthz-bind-address="+ip+":10266",
 		"--metrics-bind-address="+ip+":10249", clusterCIDR)
-	must(t, err)
-	must(t, second.WaitFor(harness.Limit, waits(first)...))
+	require.NoError(t, err)
+	require.NoError(t, second.WaitFor(harness.Limit, waits(first)...))
 
 	sleep, err := exec.LookPath("sleep")
-	must(t, err)
+	require.NoError(t, err)
 	path := filepath.Join(t.TempDir(), "kube-proxy")
-	must(t, os.Symlink(sleep, path))
+	require.NoError(t, os.Symlink(sleep, path))
 	kubeProxy := exec.Command(path, "600")
-	must(t, w.Node1().Start(kubeProxy))
+	require.NoError(t, w.Node1().Start(kubeProxy))
 	t.Cleanup(func() { _ = kubeProxy.Process.Kill(); _ = kubeProxy.Wait() })
-	must(t, first.WaitFor(harness.Limit, "another proxy runs beside this one", fmt.Sprintf("kube-proxy (process %d)", kubeProxy.Process.Pid)))
+	require.NoError(t, first.WaitFor(harness.Limit, "another proxy runs beside this one", fmt.Sprintf("kube-proxy (process %d)", kubeProxy.Process.Pid)))
 	metric := func(want string) func() error {
 		return func() error {
 			answer, err := w.Node1().Output("curl", "-s", "http://127.0.0.1:10249/metrics")
@@ -198,13 +190,13 @@ func TestOtherProxyStarts(t *testing.T) {
 		}
 	}
 	eventually(t, "the metric says so", metric("1"))
-	must(t, kubeProxy.Process.Kill())
-	must(t, first.WaitFor(harness.Limit, "the other proxy is gone"))
+	require.NoError(t, kubeProxy.Process.Kill())
+	require.NoError(t, first.WaitFor(harness.Limit, "the other proxy is gone"))
 	eventually(t, "the metric falls", metric("0"))
 	for _, line := range first.Log() {
 		if strings.Contains(line, fmt.Sprintf("process %d", second.PID())) {
 			t.Errorf("a nodeproxy that waits is taken for a proxy: %s", line)
 		}
 	}
-	must(t, second.Stop())
+	require.NoError(t, second.Stop())
 }

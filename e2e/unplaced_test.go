@@ -11,9 +11,7 @@ import (
 // TestEndpointWithoutNodeName: an endpoint whose EndpointSlice does not say on which node it runs reaches itself through its Service,
 // as one does that people have written down, or a controller of their own.
 func TestEndpointWithoutNodeName(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		objects := harness.Objects(harness.Service("s", 1), w.Ready("n1a")...)
 		for _, o := range objects {
 			if slice, ok := o.(*discovery.EndpointSlice); ok {

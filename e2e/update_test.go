@@ -8,6 +8,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/util/intstr"
@@ -18,9 +20,7 @@ import (
 // TestScaling: 0, 3, and 0 endpoints again, in every frontend kind; with the time from the manifest's change to its
 // effect.
 func TestScaling(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		s := harness.Service("s", 1)
 		set := func(pods ...string) { w.Write(t, "s.yaml", harness.Objects(s, w.Ready(pods...)...)...) }
 		set()
@@ -56,9 +56,7 @@ func TestScaling(t *testing.T) {
 
 // TestEditLatency: each saved manifest takes effect at once, whether its file is replaced or written in place.
 func TestEditLatency(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		s := harness.Service("s", 1)
 		w.Write(t, "s.yaml", harness.Objects(s, w.Ready("n1a")...)...)
 		w.Run(t, variant, clusterCIDR)
@@ -81,9 +79,7 @@ func TestEditLatency(t *testing.T) {
 // TestFieldChanges: an edit of a Service moves it to other addresses, ports and policies, and leaves nothing at the old
 // ones.
 func TestFieldChanges(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		endpoints := w.Ready("n1a", "n2a")
 		write := func(s *v1.Service) { w.Write(t, "s.yaml", harness.Objects(s, endpoints...)...) }
 		write(harness.Service("s", 1))
@@ -174,9 +170,7 @@ func TestPorts(t *testing.T) {
 					netip.AddrPortFrom(a.ExternalIP(family), uint16(p.port)),
 					netip.AddrPortFrom(w.Node1().IP(family), uint16(p.nodePort)),
 				} {
-					if err := serversOf(w.Client, network, to, "n1a", "n2a"); err != nil {
-						t.Error(err)
-					}
+					assert.NoError(t, serversOf(w.Client, network, to, "n1a", "n2a"))
 					if got := w.Client.Ask(network, to, harness.Patient); got.Port != uint16(p.target) {
 						t.Errorf("%s %s: %v, want target port %d", network, to, got, p.target)
 					}
@@ -193,9 +187,7 @@ func TestPorts(t *testing.T) {
 
 // TestOneAddressInTwoSlices: an address counts once, however many slices have it, and stays while one of them has it.
 func TestOneAddressInTwoSlices(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		s := harness.Service("s", 1)
 		w.Write(t, "s.yaml", s)
 		w.Write(t, "one.yaml", harness.SlicesNamed(s, "one", w.Ready("n1a", "n2a")...)...)
@@ -224,9 +216,7 @@ func TestOneAddressInTwoSlices(t *testing.T) {
 // TestDuplicateExternalIP: of two Services that ask for the same external IP and port, one has it, whichever came first;
 // the other keeps everything else, and gets the address once it is free.
 func TestDuplicateExternalIP(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		first := harness.Service("a-first", 1)
 		second := harness.Service("b-second", 2)
 		second.Spec.ExternalIPs = first.Spec.ExternalIPs
@@ -261,9 +251,7 @@ func TestDuplicateExternalIP(t *testing.T) {
 // TestBrokenManifest: a file of which anything can't be read is reported with file and line, and all its objects stay as they were
 // read last, while everything else goes on changing.
 func TestBrokenManifest(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		broken, good := harness.Service("broken", 1), harness.Service("good", 2)
 		w.Write(t, "broken.yaml", harness.Objects(broken, w.Ready("n1a")...)...)
 		w.Write(t, "good.yaml", harness.Objects(good, w.Ready("n1b")...)...)
@@ -281,9 +269,7 @@ func TestBrokenManifest(t *testing.T) {
 			}
 			logged := len(d.Log())
 			w.WriteText(t, "broken.yaml", c.text)
-			if err := d.WaitForAfter(logged, harness.Limit, "level=WARN", "broken.yaml:"); err != nil {
-				t.Fatalf("%s: %v", c.name, err)
-			}
+			require.NoError(t, d.WaitForAfter(logged, harness.Limit, "level=WARN", "broken.yaml:"), "%s", c.name)
 			goodPod = map[string]string{"n1b": "n2a", "n2a": "n1b"}[goodPod]
 			w.Write(t, "good.yaml", harness.Objects(good, w.Ready(goodPod)...)...)
 			for _, family := range families {
@@ -303,9 +289,7 @@ func TestBrokenManifest(t *testing.T) {
 // out, it gets no new TCP connections. (A UDP socket may by chance have the source port of an earlier
 // one whose flow the kernel still tracks, and then it is that flow that goes on.)
 func TestEndpointRemovedUnderLoad(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		s := harness.Service("s", 1)
 		set := func(pods ...string) { w.Write(t, "s.yaml", harness.Objects(s, w.Ready(pods...)...)...) }
 		set("n1a", "n2a", "n3a")
@@ -314,7 +298,7 @@ func TestEndpointRemovedUnderLoad(t *testing.T) {
 			t.Helper()
 			line := len(d.Log())
 			set(pods...)
-			must(t, d.Applied(line))
+			require.NoError(t, d.Applied(line))
 		}
 		var tcp, udp []*harness.Load
 		for _, family := range families {
@@ -351,9 +335,7 @@ func TestEndpointRemovedUnderLoad(t *testing.T) {
 
 // TestServicesRemoved: when all Services are gone, the rules are those of a node that never had any.
 func TestServicesRemoved(t *testing.T) {
-	onEachVariant(t, func(t *testing.T, variant harness.Variant) {
-		w := harness.New(t, harness.Options{})
-		w.Write(t, "nodes.yaml", w.NodeObjects()...)
+	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		w.Run(t, variant, clusterCIDR)
 		empty := held(t, w, variant)
 		var files []string

@@ -11,6 +11,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/inspect/reality"
 	"nodeproxy/plan"
 	"nodeproxy/source"
@@ -371,9 +373,7 @@ func TestCheck(t *testing.T) {
 			n, _ := manyServices(t, 10)
 			n.Reality = &tc.reality
 			e, err := n.Explain(web)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			n.Check(t.Context(), e)
 			var checks, what []string
 			for _, c := range e.Checks {

@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/plan"
 	"nodeproxy/proxier"
 )
@@ -138,9 +140,7 @@ func TestWriteHistory(t *testing.T) {
 		true: `2026-01-02T02:04:05Z | start | 5 Services, 6 EndpointSlices | default/a (new), default/b (new), default/c (new), default/d (new) and 1 more | +9/-0 | 1s | 300µs | 1.23s | <none> | 1 chain, 20 rules, 2 virtual servers | in sync`,
 	} {
 		var b strings.Builder
-		if err := WriteHistory(&b, h.Syncs(), wide, now); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, WriteHistory(&b, h.Syncs(), wide, now))
 		got := b.String()
 		if wide {
 			got = tableCells(strings.Split(got, "\n")[1])

@@ -16,6 +16,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -87,9 +89,7 @@ func BenchmarkAnswers(b *testing.B) {
 		b.Run(name, func(b *testing.B) {
 			n, held := manyServices(b, services)
 			for b.Loop() {
-				if err := ask(n); err != nil {
-					b.Fatal(err)
-				}
+				require.NoError(b, ask(n))
 			}
 			b.ReportMetric(float64(held().Nanoseconds())/float64(b.N), "ns-held/op")
 		})
@@ -101,14 +101,10 @@ func serve(t *testing.T, node func() *Node) (client *Client, path string, end fu
 	t.Helper()
 	path = filepath.Join(t.TempDir(), "s")
 	l, err := Listen(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var running sync.WaitGroup
 	running.Go(func() {
-		if err := Serve(l, Handler(node)); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, Serve(l, Handler(node)))
 	})
 	client = NewClient(path)
 	end = func() {
@@ -181,9 +177,7 @@ func TestClient(t *testing.T) {
 func TestSilence(t *testing.T) {
 	t.Parallel()
 	silent, err := net.Listen("unix", filepath.Join(t.TempDir(), "silent")) // The kernel accepts; nobody reads.
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer silent.Close()
 	client := NewClient(silent.Addr().String())
 	client.patience = time.Millisecond
@@ -217,9 +211,7 @@ func TestSilence(t *testing.T) {
 	default:
 	}
 	close(release)
-	if err := <-answer; err != nil {
-		t.Errorf("one that takes its time: %v", err)
-	}
+	assert.NoError(t, <-answer, "one that takes its time")
 }
 
 // TestRulesStay: a Service of a file that could not be read at the start may still have rules, and explain and trace say so.
@@ -234,9 +226,7 @@ func TestRulesStay(t *testing.T) {
 		return []source.Finding{{Severity: source.Problem, Where: "m/a.yaml:3", Object: "Service default/web", Detail: "wrong", Effect: "the Service is not proxied"}}
 	}
 	e, err := n.Explain(plan.Service{Namespace: "default", Name: "web"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if len(e.Diagnoses) != 2 || e.Diagnoses[0].Severity != problem || e.Diagnoses[1].Code != RulesStay {
 		t.Errorf("explain web: %+v", e.Diagnoses)
 	}

@@ -8,6 +8,8 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/inspect/reality"
 	"nodeproxy/plan"
 	"nodeproxy/proxier"
@@ -35,9 +37,7 @@ func aStatus(t *testing.T, self Self, do func(*Node)) *Status {
 func (s *Status) text(t *testing.T) string {
 	t.Helper()
 	var b strings.Builder
-	if err := WriteStatus(&b, s); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, WriteStatus(&b, s))
 	return b.String()
 }
 

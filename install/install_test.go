@@ -12,6 +12,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	apps "k8s.io/api/apps/v1"
 	v1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -23,9 +24,7 @@ import (
 func clusterOf(t *testing.T, kind string, replacements ...string) *Cluster {
 	t.Helper()
 	text, err := os.ReadFile(filepath.Join("testdata", kind+".yaml"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for i := 0; i < len(replacements); i += 2 {
 		if !strings.Contains(string(text), replacements[i]) {
 			t.Fatalf("%s has no %q", kind, replacements[i])
@@ -33,9 +32,7 @@ func clusterOf(t *testing.T, kind string, replacements ...string) *Cluster {
 		text = []byte(strings.ReplaceAll(string(text), replacements[i], replacements[i+1]))
 	}
 	c := &Cluster{}
-	if err := c.Read(bytes.NewReader(text)); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, c.Read(bytes.NewReader(text)))
 	return c
 }
 
@@ -47,9 +44,7 @@ func (s *said) say(format string, args ...any) { fmt.Fprintf(s, format+"\n", arg
 func detected(t *testing.T, c *Cluster, o Options) *Setup {
 	t.Helper()
 	s, err := c.Detect(o, new(said).say)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return s
 }
 
@@ -57,9 +52,7 @@ func detected(t *testing.T, c *Cluster, o Options) *Setup {
 func must(t *testing.T) func([]byte, error) []byte {
 	return func(text []byte, err error) []byte {
 		t.Helper()
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		return text
 	}
 }
@@ -68,9 +61,7 @@ func must(t *testing.T) func([]byte, error) []byte {
 func parsed[T any](t *testing.T) func([]byte, error) T {
 	return func(text []byte, err error) (out T) {
 		t.Helper()
-		if err := yaml.Unmarshal(must(t)(text, err), &out); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, yaml.Unmarshal(must(t)(text, err), &out))
 		return out
 	}
 }
@@ -518,9 +509,7 @@ func TestManifests(t *testing.T) {
 			} `json:"apiServer"`
 			Config map[string]any
 		}
-		if err := yaml.UnmarshalStrict(values, &v); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, yaml.UnmarshalStrict(values, &v))
 		if v.Image.Repository != "registry.example.org/nodeproxy" || v.Image.Tag != "v1" || v.NodeSelector[Label] != "nodeproxy" || v.APIServer.Port != 6443 ||
 			v.Config["mode"] != mode {
 			t.Errorf("%s: values\n%s", mode, values)
@@ -710,9 +699,7 @@ func TestCommandLine(t *testing.T) {
 	} {
 		var c Cluster
 		err := c.Add([]byte(`{"kind": "DaemonSet", "metadata": {"name": "x"}, "spec": {"template": {"spec": {"containers": [` + test.container + `]}}}}`))
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if len(c.daemonSets) == 0 || test.none {
 			if test.none != (len(c.daemonSets) == 0) {
 				t.Errorf("%s: it is taken for %d kube-proxies", test.name, len(c.daemonSets))

@@ -5,6 +5,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
@@ -103,9 +105,7 @@ func BenchmarkExtremes(b *testing.B) {
 					e.options.CompactAbove = DefaultCompactAbove
 					program(b, e, p, plan.Everything())
 					err := x.Measure(b, p, func(keys plan.Keys) error { return e.Sync(b.Context(), p, plan.Only(keys)) }, func() bool { return false })
-					if err != nil {
-						b.Error(err)
-					}
+					assert.NoError(b, err)
 				})
 			})
 		}

@@ -12,6 +12,8 @@ import (
 	"testing"
 	"unsafe"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"golang.org/x/net/bpf"
 	"golang.org/x/sys/unix"
 
@@ -190,18 +192,14 @@ func TestCleanupOfRealTables(t *testing.T) {
 	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
 		for _, f := range plan.Families {
 			k, err := xtables.Find(v, f)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			var input strings.Builder
 			input.WriteString("*nat\n:OTHERS - [0:0]\n")
 			for i := range 20 {
 				fmt.Fprintf(&input, ":%s%02d - [0:0]\n:%s%02d - [0:0]\n", names.PrefixCluster, i, names.PrefixEndpoint, i)
 				fmt.Fprintf(&input, "-A %s%02d -j %s%02d\n", names.PrefixCluster, i, names.PrefixEndpoint, i)
 			}
-			if err := k.Restore(input.String() + "-A OTHERS -j " + wanted + "\nCOMMIT\n"); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, k.Restore(input.String()+"-A OTHERS -j "+wanted+"\nCOMMIT\n"))
 			lines, err := xtables.Cleanup(t.Context(), false, v)
 			if len(lines) != 40 || err == nil || strings.Count(err.Error(), " stays") != 1 ||
 				!strings.Contains(err.Error(), "chain "+wanted+" of table nat stays, since rules in OTHERS lead to it: ") {
@@ -211,9 +209,7 @@ func TestCleanupOfRealTables(t *testing.T) {
 			if left := oursLeft(held); err != nil || !slices.Equal(left, []string{wanted}) || len(held["OTHERS"]) != 1 {
 				t.Errorf("%s, %s: %q are left, %v", v, f, left, err)
 			}
-			if err := k.Restore("*nat\n-F OTHERS\nCOMMIT\n"); err != nil {
-				t.Error(err)
-			}
+			assert.NoError(t, k.Restore("*nat\n-F OTHERS\nCOMMIT\n"))
 			if lines, err := xtables.Cleanup(t.Context(), false, v); len(lines) != 1 || err != nil {
 				t.Errorf("%s, %s: %q, %v", v, f, lines, err)
 			}

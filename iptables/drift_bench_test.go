@@ -4,6 +4,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/internal/nstest"
@@ -16,9 +17,7 @@ func cpuTime(b *testing.B) time.Duration {
 	var sum time.Duration
 	for _, who := range []int{unix.RUSAGE_SELF, unix.RUSAGE_CHILDREN} {
 		var u unix.Rusage
-		if err := unix.Getrusage(who, &u); err != nil {
-			b.Fatal(err)
-		}
+		require.NoError(b, unix.Getrusage(who, &u))
 		sum += time.Duration(u.Utime.Nano() + u.Stime.Nano())
 	}
 	return sum

@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
 	"nodeproxy/internal/nstest"
@@ -72,13 +73,9 @@ func newLab(t testing.TB, v xtables.Variant, n int) *lab {
 	var err error
 	l.backend, err = New(Config{Variant: v, Families: plan.Families[:], MasqueradeBit: 14,
 		Compared: func(r drift.Report) { l.reports = append(l.reports, r) }, Log: slog.New(slog.DiscardHandler)})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	follow, err := l.backend.watch.Open()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var running sync.WaitGroup
 	ctx, cancel := context.WithCancel(context.Background())
 	l.end = func() {

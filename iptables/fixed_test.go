@@ -6,6 +6,9 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/kernel/xtables/xtablestest"
@@ -55,9 +58,7 @@ func allTables(t *testing.T, k xtables.Kernel) string {
 	var out strings.Builder
 	for _, tbl := range names.Tables {
 		held, err := k.Save(context.Background(), tbl)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		writeTable(&out, tbl, held)
 	}
 	return out.String()
@@ -96,9 +97,7 @@ func modesReplaceEachOther(t *testing.T, v xtables.Variant, f plan.Family) {
 	before := allTables(t, tables.Kernel)
 	apply := func(x xtables.Desired) (int, string) {
 		n, err := tables.Sync(context.Background(), x)
-		if err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, err)
 		return n, allTables(t, tables.Kernel)
 	}
 	_, fixedOnly := apply(fixedOf())
@@ -130,9 +129,7 @@ func TestFixedRender(t *testing.T) {
 	}
 	applied := allTables(t, k)
 	rendered := xtablestest.New()
-	if err := rendered.Restore(testFixed().Render()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, rendered.Restore(testFixed().Render()))
 	if got := allTables(t, rendered); got != applied {
 		t.Errorf("differs:\n%s", diffLines(applied, got))
 	}
@@ -147,15 +144,11 @@ func TestFixedChainInUse(t *testing.T) {
 	t.Parallel()
 	inVariants(t, func(t *testing.T, v xtables.Variant) {
 		x, err := xtables.NewTables(v, plan.IPv4, nil)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		const name = "KUBE-SVC-AAAAAAAAAAAAAAAA"
 		write := func(text string) {
 			t.Helper()
-			if err := x.Kernel.Restore(text); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, x.Kernel.Restore(text))
 		}
 		write("*nat\n:" + name + " - [0:0]\n:KUBE-SEP-AAAAAAAAAAAAAAAA - [0:0]\n:OTHERS - [0:0]\n-A " + name +
 			" -j KUBE-SEP-AAAAAAAAAAAAAAAA\n-A OTHERS -p tcp -j " + name + "\n-A PREROUTING -j " + name + "\nCOMMIT\n")

@@ -11,6 +11,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
 	"nodeproxy/internal/nstest"
@@ -93,9 +95,7 @@ func FuzzRulesAccepted(f *testing.F) {
 	word := rapid.OneOf(rapid.SampledFrom(sourcetest.Words), rapid.String())
 	f.Fuzz(rapid.MakeFuzz(func(t *rapid.T) {
 		v4, v6 := render(t, word)
-		if err := restoreTest("nft", v4, v6); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, restoreTest("nft", v4, v6))
 	}))
 }
 
@@ -193,8 +193,6 @@ func TestTextIsData(t *testing.T) {
 	}
 	nstest.NeedKernel(t)
 	for _, variant := range []string{"nft", "legacy"} { // An error shows the line.
-		if err := restoreTest(variant, all.String(), "*nat\nCOMMIT\n"); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, restoreTest(variant, all.String(), "*nat\nCOMMIT\n"))
 	}
 }

@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/backend"
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/names"
@@ -64,9 +66,7 @@ func TestGuard(t *testing.T) {
 			e := realEngine(t, v, plan.IPv4)
 			program(t, e, p, plan.Everything())
 			held, err := e.Kernel.Save(context.Background(), names.Filter)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			want := []string{"-m mark --mark 0x8000/0x8000 -j DROP", localnetGuard()}
 			if !slices.Equal(held[names.KubeletFirewall], want) {
 				t.Errorf("KUBE-FIREWALL holds %q", held[names.KubeletFirewall])

@@ -9,6 +9,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
 	"nodeproxy/kernel/names"
@@ -58,9 +59,7 @@ func checkSteps(t *rapid.T, f plan.Family, plans []*plan.Plan) {
 		if i > 0 {
 			change = plan.Only(plantest.Differing(plans[i-1], p))
 		}
-		if err := e.Sync(context.Background(), p, change); err != nil {
-			t.Fatalf("step %d: %v", i, err)
-		}
+		require.NoError(t, e.Sync(context.Background(), p, change), "step %d", i)
 		same(t, fmt.Sprintf("after step %d the kernel holds something else than a full render says", i), textOfKernel(k), wantText(p, f))
 		if want := ruleTotals(k); fmt.Sprint(o.total) != fmt.Sprint(want) {
 			t.Fatalf("after step %d: told of %v rules, the kernel holds %v", i, o.total, want)

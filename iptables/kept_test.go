@@ -5,6 +5,7 @@ import (
 	"maps"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
 	"nodeproxy/kernel/names"
@@ -83,9 +84,7 @@ func TestPartialPlan(t *testing.T) {
 		check := func() {
 			text := saved(k)
 			rs, err := restore.Parse(f, text)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			for _, pkt := range packets {
 				if err := packetsim.Compare(evaluator, rs, pkt, packetsim.Node{Local: c.Local}); err != nil {
 					t.Fatalf("%v\n%s", err, text)

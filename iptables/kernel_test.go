@@ -9,6 +9,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
 	"nodeproxy/internal/nstest"
@@ -23,9 +24,7 @@ func realEngine(t rapid.TB, v xtables.Variant, f plan.Family) *engine {
 	t.Helper()
 	nstest.Inside(t)
 	tool, err := xtables.Find(v, f)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	e := newEngine(tool, Config{Log: slog.New(slog.DiscardHandler)})
 	e.options = testOptions
 	return e
@@ -61,9 +60,7 @@ func inAll(t *testing.T, test func(t *testing.T, v xtables.Variant, f plan.Famil
 // program syncs, which is to succeed.
 func program(t rapid.TB, e *engine, p *plan.Plan, change plan.Change) {
 	t.Helper()
-	if err := e.Sync(context.Background(), p, change); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, e.Sync(context.Background(), p, change))
 }
 
 // same shows in what two texts differ, if they do.
@@ -82,9 +79,7 @@ func ours(t rapid.TB, k xtables.Kernel) string {
 	var out strings.Builder
 	for _, tbl := range []names.Table{names.Filter, names.NAT} {
 		held, err := k.Save(context.Background(), tbl)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		writeTable(&out, tbl, held)
 	}
 	return out.String()
@@ -196,9 +191,7 @@ func TestChainInUse(t *testing.T) {
 		p := plantest.Large(1, 3)
 		sp := p.Sorted(plan.IPv4)[0]
 		sync := func(change plan.Change) error { return e.Sync(t.Context(), p, change) }
-		if err := sync(plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, sync(plan.Everything()))
 		name := ""
 		for _, c := range newRules(p, plan.IPv4, testOptions).enter(sp) {
 			if strings.HasPrefix(c.Name, "KUBE-SVC-") {
@@ -206,27 +199,19 @@ func TestChainInUse(t *testing.T) {
 			}
 		}
 		others := "*nat\n:OTHERS - [0:0]\n-A OTHERS -p tcp -j " + name + "\nCOMMIT\n"
-		if err := e.Kernel.Restore(others); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, e.Kernel.Restore(others))
 		p.Delete(sp.Key)
 		_ = sync(plan.Only(plan.Keys{sp.Key: {}})) // It fails, and the next one compares everything.
 		for range 2 {
-			if err := sync(plan.Everything()); err != nil {
-				t.Fatalf("a sync with a chain in use: %v", err)
-			}
+			require.NoError(t, sync(plan.Everything()), "a sync with a chain in use")
 			held, err := e.Kernel.Save(t.Context(), names.NAT)
 			if rules, is := held[name]; err != nil || !is || len(rules) > 0 || len(held["OTHERS"]) != 1 {
 				t.Errorf("the chain in use is there: %v, with rules %q; the other program's has %q; %v", is, rules, held["OTHERS"], err)
 			}
 		}
 		compareAgain(t, e, p)
-		if err := e.Kernel.Restore("*nat\n:OTHERS - [0:0]\n-X OTHERS\nCOMMIT\n"); err != nil {
-			t.Fatal(err)
-		}
-		if err := sync(plan.Everything()); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, e.Kernel.Restore("*nat\n:OTHERS - [0:0]\n-X OTHERS\nCOMMIT\n"))
+		require.NoError(t, sync(plan.Everything()))
 		same(t, "in the end", ours(t, e.Kernel), wantText(p, plan.IPv4))
 	})
 }

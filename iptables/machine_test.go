@@ -4,6 +4,7 @@ import (
 	"net/netip"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
 	"nodeproxy/iptables"
@@ -16,9 +17,7 @@ import (
 func TestMachine(t *testing.T) {
 	eachPacket(t, packetsPerPlan/3, iptables.Render, func(t *rapid.T, d drawn, pkt plan.Packet) {
 		m, err := iptables.Machine(d.Plan, d.Plan.Near(pkt), d.family, d.options)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if want, got := plantest.Ways(trace(t, d.rules, pkt, d.node())), plantest.Ways(trace(t, m, pkt, d.node())); got != want {
 			t.Fatalf("%s goes\n%swant\n%s", pkt, got, want)
 		}
@@ -32,9 +31,7 @@ func BenchmarkMachine(b *testing.B) {
 		Protocol: plan.TCP, DstPort: 80, InInterface: "eth0"}
 	for b.Loop() {
 		m, err := iptables.Machine(p, p.Near(pkt), plan.IPv4, iptables.Options{CompactAbove: iptables.DefaultCompactAbove})
-		if err != nil {
-			b.Fatal(err)
-		}
+		require.NoError(b, err)
 		if _, err := m.Trace(pkt, packetsim.Node{Local: func(a netip.Addr) bool { return a == p.Node.IP(plan.IPv4) }}); err != nil {
 			b.Fatal(err)
 		}

@@ -9,6 +9,9 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/nft"
@@ -114,9 +117,7 @@ func besideNativeRules(t *testing.T, add, rule string) {
 func nftHeld(t *testing.T, tbl, chain string) []string {
 	t.Helper()
 	rules, err := xtables.NFTRules(plan.IPv4, names.Table(tbl), chain)
-	if err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, err)
 	return rules
 }
 
@@ -204,9 +205,7 @@ table ip filter {
 	chain input { type filter hook input priority filter; policy accept; ct state established,related accept; }
 }
 `
-		if err := os.WriteFile(config, []byte(text), 0o600); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.WriteFile(config, []byte(text), 0o600))
 		sh(t, "nft -f "+config)
 		p := plantest.Large(30, 3)
 		for range 3 {
@@ -259,9 +258,7 @@ func TestFixedBesideNativeRules(t *testing.T) {
 					}
 					apply := func(fixed xtables.Desired) int {
 						n, err := x.Sync(context.Background(), fixed)
-						if err != nil {
-							t.Error(err)
-						}
+						assert.NoError(t, err)
 						return n
 					}
 					if apply(fixed) == 0 {

@@ -7,6 +7,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
 	"nodeproxy/kernel/names"
@@ -25,9 +26,7 @@ func rendered(t rapid.TB, p *plan.Plan, f plan.Family, o Options) map[names.Tabl
 			continue
 		}
 		held := xtables.Content{}
-		if err := xtables.EachLine(strings.NewReader(body), held.Add); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, xtables.EachLine(strings.NewReader(body), held.Add))
 		out[names.Table(head[1:])] = held
 	}
 	return out

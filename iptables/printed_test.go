@@ -5,6 +5,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
@@ -41,13 +43,9 @@ func TestAddressesAsPrinted(t *testing.T) {
 			rules = append(rules, xtables.NewRule().ConnectedTo(p).Jump("RETURN"))
 		}
 		c := xtables.Chain{Table: names.NAT, Name: "KUBE-SVC-TEST", Rules: rules}
-		if err := e.Write(t.Context(), nil, []xtables.Change{xtables.WriteChain(c)}); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, e.Write(t.Context(), nil, []xtables.Change{xtables.WriteChain(c)}))
 		held, err := e.Kernel.Save(t.Context(), names.NAT)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if got, want := strings.Join(held[c.Name], "\n"), strings.Join(rules, "\n"); got != want {
 			t.Errorf("written and printed differ:\n%s", diffLines(want, got))
 		}

@@ -8,6 +8,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/kernel/xtables/xtablestest"
@@ -274,9 +276,7 @@ func emptiedAfter(t *testing.T, n, before, compactAbove int, does func(*xtablest
 		t.Errorf("after %d changes, the error blames a Service: %v", n, err)
 	}
 	k.Changed = nil
-	if err := e.Sync(t.Context(), p, plan.Everything()); err != nil {
-		t.Fatalf("after %d changes: the next sync: %v", n, err)
-	}
+	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()), "after %d changes: the next sync", n)
 	same(t, fmt.Sprintf("after %d changes", n), textOfKernel(k), wantOf(p, e))
 	return changes < n
 }

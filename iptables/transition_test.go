@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
 	"nodeproxy/kernel/names"
@@ -64,9 +65,7 @@ func TestTransitions(t *testing.T) {
 		k.Changed = func() {
 			text := saved(k)
 			rs, err := restore.Parse(f, text)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			for _, p := range packets {
 				outcomes, err := rs.Trace(p.Packet, packetsim.Node{Local: c.Local})
 				if err == nil {
@@ -112,16 +111,12 @@ func TestInternalPolicyOfMany(t *testing.T) {
 		states := 0
 		k.Changed = func() {
 			rs, err := restore.Parse(plan.IPv4, saved(k))
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			for _, sp := range next.Sorted(plan.IPv4) {
 				pkt := plan.Packet{Src: netip.MustParseAddr("203.0.113.7"), Dst: sp.Frontends[0].Addr, Protocol: plan.TCP, DstPort: 80,
 					InInterface: "eth0"}
 				outcomes, err := rs.Trace(pkt, packetsim.Node{Local: func(netip.Addr) bool { return false }})
-				if err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, err)
 				for _, o := range outcomes {
 					if !o.DNAT || !o.Masquerade {
 						t.Fatalf("from %v to %v, after %d writes: %s gets to %s", before, after, len(k.Restores), pkt, o)

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
 	"nodeproxy/iptables"
@@ -58,9 +59,7 @@ func eachPacket(t *testing.T, packets int, text func(*plan.Plan, plan.Family, ip
 
 // agrees holds the rules to the plan's own verdict.
 func agrees(t *rapid.T, d drawn, pkt plan.Packet) {
-	if err := packetsim.Compare(d.evaluator, d.rules, pkt, d.node()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, packetsim.Compare(d.evaluator, d.rules, pkt, d.node()))
 }
 
 // TestRenderVerdicts holds the rules to the plan's own verdict: whatever the plan and whatever the packet, they must do
@@ -143,8 +142,6 @@ func parse(t *rapid.T, f plan.Family, text string) *packetsim.Machine {
 
 func trace(t *rapid.T, rules *packetsim.Machine, pkt plan.Packet, node packetsim.Node) []packetsim.Outcome {
 	outcomes, err := rules.Trace(pkt, node)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return outcomes
 }

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"sigs.k8s.io/yaml"
 )
 
@@ -14,9 +15,7 @@ import (
 func TestAlerts(t *testing.T) {
 	t.Parallel()
 	text, err := os.ReadFile("../deploy/chart/alerts.yaml")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var file struct {
 		Groups []struct {
 			Rules []struct {
@@ -25,13 +24,9 @@ func TestAlerts(t *testing.T) {
 			}
 		}
 	}
-	if err := yaml.Unmarshal(text, &file); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, yaml.Unmarshal(text, &file))
 	docs, err := os.ReadFile(docsFile)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	_, listed, _ := strings.Cut(string(docs), "## Alerts\n")
 	listed, _, _ = strings.Cut(listed, "\n## ")
 	seen := 0

@@ -7,6 +7,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/stretchr/testify/require"
 )
 
 const dashboardFile = "../deploy/dashboard/nodeproxy.json"
@@ -30,13 +32,9 @@ type dashboard struct {
 func readDashboard(t *testing.T) dashboard {
 	t.Helper()
 	text, err := os.ReadFile(dashboardFile)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var d dashboard
-	if err := json.Unmarshal(text, &d); err != nil {
-		t.Fatalf("%s: %v", dashboardFile, err)
-	}
+	require.NoError(t, json.Unmarshal(text, &d), "%s", dashboardFile)
 	return d
 }
 

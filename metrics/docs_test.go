@@ -7,6 +7,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/stretchr/testify/require"
 )
 
 var update = flag.Bool("update", false, "write docs/metrics.md anew")
@@ -68,14 +70,10 @@ func withTable(t *testing.T, text, prefix string) string {
 func TestDocs(t *testing.T) {
 	t.Parallel()
 	text, err := os.ReadFile(docsFile)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	want := withTable(t, withTable(t, string(text), "kubeproxy_"), "nodeproxy_")
 	if *update {
-		if err := os.WriteFile(docsFile, []byte(want), 0o644); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.WriteFile(docsFile, []byte(want), 0o644))
 	} else if string(text) != want {
 		t.Errorf("%s is not what the program has; go test ./metrics -run TestDocs -update writes it anew", docsFile)
 	}

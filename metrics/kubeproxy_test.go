@@ -11,6 +11,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil/promlint"
 	dto "github.com/prometheus/client_model/go"
+	"github.com/stretchr/testify/require"
 
 	"nodeproxy/plan"
 )
@@ -79,9 +80,7 @@ func withConntrackTable(s *Set, proc string) {
 func gather(t testing.TB, s *Set) map[string]*dto.MetricFamily {
 	t.Helper()
 	families, err := s.Gatherer().Gather()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	out := map[string]*dto.MetricFamily{}
 	for _, f := range families {
 		out[f.GetName()] = f
@@ -142,13 +141,9 @@ func TestLint(t *testing.T) {
 	t.Parallel()
 	for _, mode := range Modes() {
 		families, err := inUse(mode).Gatherer().Gather()
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		problems, err := promlint.NewWithMetricFamilies(families).Lint()
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		for _, p := range problems {
 			t.Errorf("%s: %s: %s", mode, p.Metric, p.Text)
 		}

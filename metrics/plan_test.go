@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
 	_ "nodeproxy/internal/seed"
@@ -110,9 +111,7 @@ func drawServicePort(t *rapid.T, key plan.Key) *plan.ServicePort {
 func TestEveryReasonHasALabel(t *testing.T) {
 	t.Parallel()
 	file, err := parser.ParseFile(token.NewFileSet(), "../plan/plan.go", nil, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	n := 0
 	ast.Inspect(file, func(node ast.Node) bool {
 		spec, ok := node.(*ast.ValueSpec)
@@ -123,9 +122,7 @@ func TestEveryReasonHasALabel(t *testing.T) {
 			return true
 		}
 		reason, err := strconv.Unquote(spec.Values[0].(*ast.BasicLit).Value)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		n++
 		if reasonIndex(plan.Reason(reason)) == len(reasons)-1 {
 			t.Errorf("%s (%q) has no label", spec.Names[0], reason)

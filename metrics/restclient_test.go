@@ -8,6 +8,7 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/runtime/serializer"
@@ -37,9 +38,7 @@ func TestRESTClient(t *testing.T) {
 		GroupVersion:         &schema.GroupVersion{Version: "v1"},
 		NegotiatedSerializer: serializer.NewCodecFactory(runtime.NewScheme()).WithoutConversion(),
 	}})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if _, err := client.Get().Resource("services").DoRaw(context.Background()); err != nil {
 		t.Fatal(err)
 	}

@@ -7,6 +7,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/internal/nstest"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
@@ -193,9 +195,7 @@ func BenchmarkExtremes(b *testing.B) {
 			e, _ := testEngine(b, plan.IPv4)
 			synced(b, e, p, plan.Everything())
 			err := x.Measure(b, p, func(keys plan.Keys) error { return e.Sync(ctx, p, plan.Only(keys)) }, func() bool { return len(e.unfinished) > 0 })
-			if err != nil {
-				b.Fatal(err)
-			}
+			require.NoError(b, err)
 		})
 	}
 }

@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 	"pgregory.net/rapid"
 
@@ -136,9 +137,7 @@ func TestCompareDuringChanges(t *testing.T) {
 			if err != nil && meddled { // What it should have removed is gone.
 				err = e.Sync(ctx, p, plan.Everything())
 			}
-			if err != nil {
-				rt.Fatal(err)
-			}
+			require.NoError(rt, err)
 			if meddle {
 				_, _ = exec.Command("nft", fmt.Sprintf("flush map %s nodeproxy services", nft.FamilyName(f))).CombinedOutput()
 				meddle, meddled = false, true
@@ -149,23 +148,17 @@ func TestCompareDuringChanges(t *testing.T) {
 			rt.Fatalf("found %v, %t, %v", found, again, err)
 		}
 		isRemembered(rt, e)
-		if err := syncWhole(e, p, plan.Only(nil)); err != nil {
-			rt.Fatal(err)
-		}
+		require.NoError(rt, syncWhole(e, p, plan.Only(nil)))
 		holds(rt, e, p)
 		meddle = rapid.Bool().Draw(rt, "another program too")
 		for range 2 {
 			_, again, err := e.compareBeside(ctx)
-			if err != nil {
-				rt.Fatal(err)
-			}
+			require.NoError(rt, err)
 			if again {
 				synced(rt, e, p, plan.Everything())
 			}
 		}
-		if err := syncWhole(e, p, plan.Only(nil)); err != nil {
-			rt.Fatal(err)
-		}
+		require.NoError(rt, syncWhole(e, p, plan.Only(nil)))
 		holds(rt, e, p)
 		if open() != 0 {
 			rt.Fatalf("%d sockets are left open", open())
@@ -217,9 +210,7 @@ func BenchmarkChangeDuringComparison(b *testing.B) {
 				ready := make(chan kernel, 2) // They are opened by this thread, which is in the namespace.
 				for range cap(ready) {
 					k, err := read()
-					if err != nil {
-						b.Fatal(err)
-					}
+					require.NoError(b, err)
 					ready <- k
 				}
 				e.reader = func() (kernel, error) { return <-ready, nil }

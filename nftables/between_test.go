@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 	"pgregory.net/rapid"
 
@@ -212,12 +213,8 @@ func sendAll(t *testing.T, to netip.AddrPort, packets int64, meanwhile func()) {
 	var threads sync.WaitGroup
 	for range 2 {
 		fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM, 0)
-		if err != nil {
-			t.Fatal(err)
-		}
-		if err := unix.Connect(fd, &unix.SockaddrInet4{Addr: to.Addr().As4(), Port: int(to.Port())}); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
+		require.NoError(t, unix.Connect(fd, &unix.SockaddrInet4{Addr: to.Addr().As4(), Port: int(to.Port())}))
 		threads.Go(func() {
 			defer unix.Close(fd)
 			for n := left.Add(-1); n >= 0; n = left.Add(-1) {

@@ -5,6 +5,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
 	"nodeproxy/internal/nstest"
@@ -13,11 +14,9 @@ import (
 	"nodeproxy/plan/plantest"
 )
 
-func readTable(t interface{ Fatal(...any) }, e *engine) *Table {
+func readTable(t rapid.TB, e *engine) *Table {
 	have, err := Read(e.family, e.options)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return have
 }
 
@@ -90,9 +89,7 @@ func TestDiffOfDamage(t *testing.T) {
 			t.Fatalf("after %q: %q", tc.nft, hunks)
 		}
 		var out strings.Builder
-		if err := (&drift.Unified{W: &out}).Print(hunks[0]); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, (&drift.Unified{W: &out}).Print(hunks[0]))
 		var removed, added []string
 		for line := range strings.Lines(out.String()) {
 			line = strings.TrimSuffix(line, "\n")

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/internal/nstest"
@@ -103,9 +104,7 @@ func TestFlightAtTheEnd(t *testing.T) {
 				if err != nil && e.current != nil {
 					t.Fatalf("after an error in transaction %d, the engine trusts its memory", at)
 				}
-				if err := e.Sync(context.Background(), next, plan.Only(plan.Keys{})); err != nil {
-					t.Fatalf("after %d: %v", at, err)
-				}
+				require.NoError(t, e.Sync(context.Background(), next, plan.Only(plan.Keys{})), "after %d", at)
 				holds(t, e, next)
 				_ = e.kernel.Close()
 				e.kernel = nil

@@ -12,6 +12,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/internal/nstest"
@@ -52,9 +53,7 @@ var mends = map[string]func(*testing.T, *engine, *plan.Plan) drift.Found{
 func foreignElement(t *testing.T, f plan.Family, set string, content func(netlink.Buffer) netlink.Buffer) {
 	t.Helper()
 	s, err := netlink.OpenLarge(unix.NETLINK_NETFILTER, 1<<20)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	c := netlink.NewConn(s)
 	defer c.Close()
 	body := netlink.Buffer{nft.Protocol(f), 0, 0, 0}.Text(unix.NFTA_SET_ELEM_LIST_TABLE, names.NFTables).Text(unix.NFTA_SET_ELEM_LIST_SET, set).
@@ -93,9 +92,7 @@ func TestCatchAll(t *testing.T) {
 				}
 				b := nft.NewBatch(f, names.NFTables)
 				b.AddElements(set, []nft.Element{el})
-				if err := k.kernel.Commit(b); err != nil {
-					t.Fatalf("%s: %v", set.Name, err)
-				}
+				require.NoError(t, k.kernel.Commit(b), "%s", set.Name)
 				found := mend(t, e, p)
 				if want := "* of set " + set.Name + ofTable(f); how != "by a start" && (len(found) != 1 || found[0].Object != want || found[0].State != drift.Unexpected) {
 					t.Errorf("%s of %s, %s: found %v", set.Name, f, how, found)
@@ -124,7 +121,7 @@ func TestForeignElements(t *testing.T) {
 		t.Helper()
 		b := nft.NewBatch(plan.IPv4, names.NFTables)
 		b.DeleteElements(e.sets[i.set], []nft.Element{i.element(value{})})
-		must(t, k.kernel.Commit(b))
+		require.NoError(t, k.kernel.Commit(b))
 	}
 	data := func() string {
 		el, is, err := k.kernel.Element(plan.IPv4, names.NFTables, e.sets[endpoints], endpoint.element(value{}))
@@ -240,9 +237,7 @@ func TestIntruders(t *testing.T) {
 				t.Errorf("%q, %s: after the repair, found %v", c.nft, how, again)
 			}
 			content, err := e.kernel.Read(plan.IPv4, names.NFTables, e.sets, nil)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			known := namesOf(append(e.layout.chains(), e.layout.kindChains(e.kinds)...), nil)
 			if in := intrudersIn(content, e.sets, known); !in.empty() {
 				t.Errorf("%q, %s: %v is left", c.nft, how, in)
@@ -271,9 +266,7 @@ func TestIntruderAtUnknown(t *testing.T) {
 			t.Fatalf("%v, %v", again.Found, err)
 		}
 		content, err := again.kernel.Read(plan.IPv4, names.NFTables, again.sets, nil)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if _, is := content.Chains["evil"]; is {
 			t.Error("the chain is left")
 		}

@@ -12,6 +12,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 	"pgregory.net/rapid"
 
@@ -70,15 +72,15 @@ func testEngine(t testing.TB, f plan.Family) (*engine, *counted) {
 }
 
 // synced makes a sync, which must not fail.
-func synced(t fataler, e interface {
+func synced(t rapid.TB, e interface {
 	Sync(context.Context, *plan.Plan, plan.Change) error
 }, p *plan.Plan, change plan.Change) {
 	t.Helper()
-	must(t, e.Sync(context.Background(), p, change))
+	require.NoError(t, e.Sync(context.Background(), p, change))
 }
 
 // syncFindsNothing makes a sync of everything that finds the kernel as it should be.
-func syncFindsNothing(t fataler, e *engine, p *plan.Plan) {
+func syncFindsNothing(t rapid.TB, e *engine, p *plan.Plan) {
 	t.Helper()
 	if synced(t, e, p, plan.Everything()); len(e.Found) > 0 {
 		t.Fatalf("a sync of everything found %v", e.Found)
@@ -86,7 +88,7 @@ func syncFindsNothing(t fataler, e *engine, p *plan.Plan) {
 }
 
 // comparisonFindsNothing is the same for a comparison beside syncs.
-func comparisonFindsNothing(t fataler, e *engine) {
+func comparisonFindsNothing(t rapid.TB, e *engine) {
 	t.Helper()
 	if found, again, err := e.compareBeside(context.Background()); len(found) > 0 || again || err != nil {
 		t.Fatalf("a comparison found %v, %t, %v", found, again, err)
@@ -111,7 +113,7 @@ func inSteps(t *rapid.T, e *engine) {
 }
 
 // isRemembered makes sure that the kernel has what the engine remembers.
-func isRemembered(t fataler, e *engine) {
+func isRemembered(t rapid.TB, e *engine) {
 	t.Helper()
 	want := e.remembered()
 	if got, want := content(e.family, elementsOf(t, e)), content(e.family, want); got != want {
@@ -150,20 +152,6 @@ func desired(p *plan.Plan, f plan.Family, o Options) (l *layout, all map[id]valu
 	return l, all, used
 }
 
-// must ends a test that has an error.
-func must(t fataler, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatalf("%v", err)
-	}
-}
-
-// fataler is a test, or one of rapid.
-type fataler interface {
-	Helper()
-	Fatalf(string, ...any)
-}
-
 // listing lists all elements in the kernel.
 func listing(e *engine, k kernel) (*fullSync, error) {
 	s := (&engine{family: e.family, kernel: k, sets: e.sets}).fullSync(plan.New(plan.Node{}, plan.Settings{}))
@@ -176,7 +164,7 @@ func listing(e *engine, k kernel) (*fullSync, error) {
 }
 
 // holds makes sure that the kernel has what a plan asks for, and nothing else but kinds that were in use.
-func holds(t fataler, e *engine, p *plan.Plan) {
+func holds(t rapid.TB, e *engine, p *plan.Plan) {
 	t.Helper()
 	l, want, used := desired(p, e.family, e.options)
 	c, err := nft.Dial()
@@ -287,9 +275,7 @@ func TestIncrementalEqualsFull(t *testing.T) {
 				} else if err == nil && len(e.unfinished) > 0 {
 					err = syncWhole(e, p, plan.Only(nil))
 				}
-				if err != nil {
-					rt.Fatalf("step %d: %v", i, err)
-				}
+				require.NoError(rt, err, "step %d", i)
 				holds(rt, e, p)
 			}
 			last := plans[len(plans)-1]
@@ -355,8 +341,8 @@ func TestStartFindsNumbers(t *testing.T) {
 	fewer := sp
 	fewer.Endpoints.Cluster = slices.Delete(slices.Clone(sp.Endpoints.Cluster), 0, 1)
 	p.Set(&fewer)
-	must(t, e.Sync(context.Background(), p, plan.Only(plan.Keys{sp.Key: {}}))) // The last takes the place of the first.
-	must(t, e.Sync(context.Background(), p, plan.Everything()))                // It removes what is of no use any more.
+	require.NoError(t, e.Sync(context.Background(), p, plan.Only(plan.Keys{sp.Key: {}}))) // The last takes the place of the first.
+	require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))                // It removes what is of no use any more.
 	holds(t, e, p)
 
 	again, k := testEngine(t, plan.IPv4)
@@ -376,9 +362,7 @@ func TestAllElementsArrive(t *testing.T) {
 		t.Errorf("a transaction had %d elements", k.most)
 	}
 	s, err := listing(e, k)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	counts := map[setID]int{}
 	for i := range s.have {
 		counts[i.set]++
@@ -510,9 +494,7 @@ func TestPartial(t *testing.T) {
 	sync(plan.Everything())
 	elements := func(set setID) (n int) {
 		err := again.kernel.Sample(plan.IPv4, names.NFTables, again.sets[set], func(nft.Element) error { n++; return nil })
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		return n
 	}
 	if n, m := elements(services), elements(endpoints); n != 30 || m != 27*2+3 {
@@ -602,9 +584,7 @@ func firstFrontend(sp *plan.ServicePort) (plan.Frontend, bool) {
 func TestNew(t *testing.T) {
 	nstest.Enter(t)
 	b, err := New(Config{Families: plan.Families[:], MasqueradeBit: 14, Log: slog.New(slog.DiscardHandler)})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if got := b.Families(); !slices.Equal(got, plan.Families[:]) {
 		t.Errorf("it works for %v", got)
 	}
@@ -615,9 +595,7 @@ func TestNew(t *testing.T) {
 	if left, err := Leftovers(); len(left) != 2 || err != nil {
 		t.Errorf("there are tables of %v, %v", left, err)
 	}
-	if err := errors.Join(Cleanup(), Cleanup(), b.Close()); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, errors.Join(Cleanup(), Cleanup(), b.Close()))
 	if out, err := exec.Command("nft", "list", "ruleset").CombinedOutput(); err != nil || len(out) > 0 {
 		t.Errorf("after the cleanup, the kernel has %q, %v", out, err)
 	}
@@ -643,9 +621,7 @@ func TestKindLeadsElsewhere(t *testing.T) {
 		lead.AddElements(e.sets[kinds], []nft.Element{number.element(value{chain: "elsewhere"})})
 		lead.FlushChain(of.chain())
 		remove.DeleteChain(of.chain())
-		if err := errors.Join(k.Commit(lead), k.Commit(remove)); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errors.Join(k.Commit(lead), k.Commit(remove)))
 		if !known {
 			e.forget()
 		}

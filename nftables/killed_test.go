@@ -11,6 +11,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/internal/nstest"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
@@ -26,9 +29,7 @@ func TestKilled(t *testing.T) {
 	p := plantest.Large(1500, 2)
 	if text, is := os.LookupEnv(killedVariable); is {
 		waits, err := strconv.Atoi(text)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		e, k := testEngine(t, plan.IPv4)
 		e.most = 200
 		k.fail = func(commit int) error {
@@ -91,15 +92,11 @@ func killDuringFirst(t *testing.T, between bool) {
 	cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%d", killedVariable, waits))
 	nstest.EndWith(t, cmd)
 	lines := bufio.NewScanner(nstest.Output(t, cmd))
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, cmd.Start())
 	for range at { // After an earlier kill, there may be fewer.
 		lines.Scan()
 	}
-	if err := lines.Err(); err != nil {
-		t.Errorf("waiting for transaction %d: %v", at, err)
-	}
+	assert.NoError(t, lines.Err(), "waiting for transaction %d", at)
 	if !between {
 		time.Sleep(rand.N(3 * time.Millisecond)) // It is killed at any time.
 	}

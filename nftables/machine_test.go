@@ -3,6 +3,7 @@ package nftables
 import (
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
 	"nodeproxy/plan"
@@ -21,9 +22,7 @@ func TestMachine(t *testing.T) {
 			for range packetsPerPlan / 8 {
 				pkt := c.Packets(f).Draw(t, "packet")
 				outcomes, err := Machine(c.Plan.Near(pkt), f, options).Trace(pkt, packetsim.Node{Local: c.Local})
-				if err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, err)
 				if got, want := plantest.Ways(outcomes), plantest.Ways(all.trace(pkt, c.Local)); got != want {
 					t.Fatalf("%s goes\n%swant\n%s", pkt, got, want)
 				}

@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/internal/nstest"
@@ -35,9 +36,7 @@ func startPods(t testing.TB, n int) *pods {
 		a := podAddress(i)
 		nstest.Exec(t, "ip", "addr", "add", a.Addr().String()+"/32", "dev", "lo")
 		c, err := net.ListenPacket("udp4", a.String())
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		t.Cleanup(func() { _ = c.Close() })
 		p.servers = append(p.servers, c)
 	}
@@ -69,9 +68,7 @@ func (p *pods) goesTo(t testing.TB, from net.IP, to netip.Addr) int {
 	t.Helper()
 	p.port++ // never one that connection tracking knows
 	c, err := net.DialUDP("udp4", &net.UDPAddr{IP: from, Port: p.port}, net.UDPAddrFromAddrPort(netip.AddrPortFrom(to, 80)))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer c.Close()
 	if _, err := c.Write([]byte("x")); err != nil {
 		t.Fatal(err)
@@ -210,9 +207,7 @@ func TestConnectionsAreCounted(t *testing.T) {
 func cpuTime(b *testing.B) time.Duration {
 	b.Helper()
 	var u unix.Rusage
-	if err := unix.Getrusage(unix.RUSAGE_THREAD, &u); err != nil {
-		b.Fatal(err)
-	}
+	require.NoError(b, unix.Getrusage(unix.RUSAGE_THREAD, &u))
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
@@ -237,9 +232,7 @@ func BenchmarkConnections(b *testing.B) {
 			begin := cpuTime(b)
 			for range each {
 				c, err := net.DialUDP("udp4", nil, &net.UDPAddr{IP: net.IPv4(10, 96, 0, 10), Port: 80})
-				if err != nil {
-					b.Fatal(err)
-				}
+				require.NoError(b, err)
 				if _, err := c.Write([]byte("x")); err != nil {
 					b.Fatal(err)
 				}
@@ -275,9 +268,7 @@ func TestBegunBefore(t *testing.T) {
 	dial := func(port uint16) net.Conn {
 		t.Helper()
 		c, err := net.Dial("udp4", netip.AddrPortFrom(to.Addr, port).String())
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		t.Cleanup(func() { _ = c.Close() })
 		return c
 	}
@@ -317,17 +308,11 @@ func TestNoDestination(t *testing.T) {
 	e, _ := testEngine(t, plan.IPv4)
 	synced(t, e, p, plan.Everything())
 	link, err := net.InterfaceByName("in")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	neighbour, err := net.InterfaceByName("neighbour")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	fd, err := unix.Socket(unix.AF_PACKET, unix.SOCK_DGRAM, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer unix.Close(fd)
 	to := &unix.SockaddrLinklayer{Protocol: 0x0008, Ifindex: neighbour.Index, Halen: 6} // ETH_P_IP, as on the wire
 	copy(to.Addr[:], link.HardwareAddr)
@@ -336,9 +321,7 @@ func TestNoDestination(t *testing.T) {
 		translated, untranslated int
 	}{{"0.0.0.0", 0, 1}, {"192.0.2.1", 1, 0}} {
 		was, wasNot := behind(t)
-		if err := unix.Sendto(fd, datagram("192.0.2.9", tc.to, 30000), 0, to); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, unix.Sendto(fd, datagram("192.0.2.9", tc.to, 30000), 0, to))
 		yes, no := was, wasNot
 		for end := time.Now().Add(3 * time.Minute); yes+no == was+wasNot && time.Now().Before(end); {
 			yes, no = behind(t)
@@ -415,9 +398,7 @@ func TestManyClients(t *testing.T) {
 		}
 	}
 	content, err := e.kernel.Read(plan.IPv4, names.NFTables, e.sets, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	want := []string{"session affinity remembers 19 clients over IPv4 in map " + shareName(full) + ", and can remember 20 there; where there is no " +
 		"room, new clients of the Services in that map, an eighth of all, get an endpoint for each connection"}
 	wantAll := [affinityShares][]int{}

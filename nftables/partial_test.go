@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
 	"golang.org/x/sys/unix"
 	"pgregory.net/rapid"
 
@@ -106,9 +107,7 @@ func TestFrontendOfUnknown(t *testing.T) {
 	synced(t, again, some, plan.Everything())
 	more := with(plantest.LargeService(0, 50, 3))
 	some.Set(more)
-	if err := again.Sync(ctx, some, plan.Only(plan.Keys{more.Key: {}})); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, again.Sync(ctx, some, plan.Only(plan.Keys{more.Key: {}})))
 }
 
 // tight is a kernel that takes short transactions only, as in a user namespace.

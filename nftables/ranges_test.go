@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 	"pgregory.net/rapid"
 
@@ -226,9 +227,7 @@ func TestRangesInParts(t *testing.T) {
 		clients = append(clients, a)
 	}
 	reader, err := nft.Dial()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer reader.Close()
 	rapid.Check(t, func(rt *rapid.T) {
 		_ = Cleanup()
@@ -320,9 +319,7 @@ func TestRangesInParts(t *testing.T) {
 func allTime(b *testing.B) time.Duration {
 	b.Helper()
 	var u unix.Rusage
-	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
-		b.Fatal(err)
-	}
+	require.NoError(b, unix.Getrusage(unix.RUSAGE_SELF, &u))
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 

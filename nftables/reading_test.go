@@ -61,7 +61,7 @@ func askingEngine(t testing.TB, f plan.Family) (*engine, *reads) {
 }
 
 // put adds elements to the table beside the engine.
-func put(t fataler, e *engine, all map[id]value) {
+func put(t rapid.TB, e *engine, all map[id]value) {
 	t.Helper()
 	c, err := nft.Dial()
 	if err != nil {

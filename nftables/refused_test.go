@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 	"pgregory.net/rapid"
 
@@ -215,7 +216,7 @@ func TestRefusedOne(t *testing.T) {
 }
 
 // holdsBut is as holds, for a plan in which the kernel has refused some ServicePorts of which it has nothing but the cluster IPs.
-func holdsBut(t fataler, e *engine, p *plan.Plan, without ...*plan.ServicePort) {
+func holdsBut(t rapid.TB, e *engine, p *plan.Plan, without ...*plan.ServicePort) {
 	t.Helper()
 	_, want, _ := desired(p, e.family, e.options)
 	for _, sp := range without {
@@ -231,7 +232,7 @@ func holdsBut(t fataler, e *engine, p *plan.Plan, without ...*plan.ServicePort) 
 }
 
 // elementsOf are all elements in the kernel.
-func elementsOf(t fataler, e *engine) map[id]value {
+func elementsOf(t rapid.TB, e *engine) map[id]value {
 	t.Helper()
 	c, err := nft.Dial()
 	if err != nil {
@@ -362,17 +363,13 @@ func TestRefusedByKernel(t *testing.T) {
 func TestNamedByKernel(t *testing.T) {
 	nstest.Enter(t)
 	c, err := nft.Dial()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer c.Close()
 	s := sets(plan.IPv4)[clusterIPs]
 	b := nft.NewBatch(plan.IPv4, "test")
 	b.AddTable()
 	b.AddSet(s)
-	if err := c.Commit(b); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, c.Commit(b))
 	b = nft.NewBatch(plan.IPv4, "test")
 	var list []nft.Element
 	for i := range 1200 {
@@ -456,9 +453,7 @@ func TestFlushedMeanwhile(t *testing.T) {
 				if again {
 					err = errors.Join(err, e.Sync(context.Background(), step.p, plan.Everything()))
 				}
-				if err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, err)
 			}
 			holds(t, e, step.p)
 		}

@@ -20,7 +20,7 @@ import (
 )
 
 // openFiles is how many descriptors the process has open.
-func openFiles(t fataler) int {
+func openFiles(t rapid.TB) int {
 	list, err := os.ReadDir("/proc/self/fd")
 	if err != nil {
 		t.Fatalf("%v", err)

@@ -6,6 +6,8 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/internal/nstest"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
@@ -40,9 +42,7 @@ func BenchmarkSources(b *testing.B) {
 			begin, denied := cpuTime(b), 0
 			for range each {
 				c, err := net.DialUDP("udp4", nil, &net.UDPAddr{IP: net.IPv4(203, 0, 113, 1), Port: 80})
-				if err != nil {
-					b.Fatal(err)
-				}
+				require.NoError(b, err)
 				if _, err := c.Write([]byte("x")); err != nil {
 					denied++
 				}

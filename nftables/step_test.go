@@ -6,6 +6,8 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/internal/nstest"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
@@ -42,9 +44,7 @@ func TestStepsAreSmall(t *testing.T) {
 			p.Set(&other)
 			keys.Add(other.Key)
 			k.most = 0
-			if err := e.Sync(ctx, p, plan.Only(keys)); err != nil {
-				t.Fatalf("%s: %v", what, err)
-			}
+			require.NoError(t, e.Sync(ctx, p, plan.Only(keys)), "%s", what)
 			keys = plan.Keys{}
 			if k.most > e.mostAtOnce+200 {
 				t.Errorf("%s: a transaction had %d elements", what, k.most)
@@ -113,7 +113,7 @@ func TestStepsTakeTurns(t *testing.T) {
 			t.Fatalf("%s has endpoints of long ago", fe)
 		}
 	}
-	must(t, syncWhole(e, p, plan.Only(nil)))
+	require.NoError(t, syncWhole(e, p, plan.Only(nil)))
 	holds(t, e, p)
 }
 
@@ -144,12 +144,12 @@ func TestStepsGiveFrontendsAway(t *testing.T) {
 		if got := e.remembered()[id{set: services, key: nameOf(plan.IPv4, heir.Frontends[1])}].comment; got != heir.Key.PortName() {
 			t.Errorf("the frontend is %q's", got)
 		}
-		must(t, syncWhole(e, p, plan.Only(nil)))
+		require.NoError(t, syncWhole(e, p, plan.Only(nil)))
 		holds(t, e, p)
 		if !gone { // It comes back.
 			p.Set(plantest.LargeService(1, 1, 1))
 			p.Set(large)
-			must(t, syncWhole(e, p, plan.Only(plan.Keys{large.Key: {}, heir.Key: {}})))
+			require.NoError(t, syncWhole(e, p, plan.Only(plan.Keys{large.Key: {}, heir.Key: {}})))
 			holds(t, e, p)
 		}
 	}
@@ -245,7 +245,7 @@ func TestStepsUseKinds(t *testing.T) {
 	synced(t, e, p, plan.Only(plan.Keys{many(50, 4, 25, 0).Key: {}}))
 	s, used := e.snapshot(), map[kind]bool{}
 	_ = slices.Collect(s.expected(used))
-	must(t, syncWhole(e, p, plan.Only(nil)))
-	must(t, e.removeSpareKinds(ctx, s, used))
+	require.NoError(t, syncWhole(e, p, plan.Only(nil)))
+	require.NoError(t, e.removeSpareKinds(ctx, s, used))
 	holds(t, e, p)
 }

@@ -4,6 +4,9 @@ import (
 	"context"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/nft"
 	"nodeproxy/plan"
@@ -15,15 +18,11 @@ import (
 func TestBesideTransactions(t *testing.T) {
 	nstest.Enter(t)
 	c, err := nft.Dial()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer c.Close()
 	b := nft.NewBatch(plan.IPv4, "other") // Its chains come before ours in listings.
 	b.AddTable()
-	if err := c.Commit(b); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, c.Commit(b))
 	committed, stop, ended := make(chan struct{}), make(chan struct{}), make(chan error, 1)
 	go func() {
 		for n := 0; ; n++ {
@@ -48,9 +47,7 @@ func TestBesideTransactions(t *testing.T) {
 	}()
 	defer func() {
 		close(stop)
-		if err := <-ended; err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, <-ended)
 	}()
 	p := plantest.Large(0, 0)
 	for i := range 500 { // Each has chains of its own, so that a listing of rules takes longer than many transactions.

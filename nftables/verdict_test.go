@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
 	"nodeproxy/plan"
@@ -184,9 +185,7 @@ func TestAffinity(t *testing.T) {
 					continue
 				}
 				moved++
-				if err := agree(next, w, pkt, later); err != nil {
-					t.Fatalf("%s: its endpoint %s is gone: %v", pkt, first.Dst, err)
-				}
+				require.NoError(t, agree(next, w, pkt, later), "%s: its endpoint %s is gone", pkt, first.Dst)
 				edited.clients = later[0].State.(state).clients
 				if again := edited.trace(pkt, c.Local); len(again) != 1 || again[0].Dst != later[0].Dst {
 					t.Fatalf("%s: a client that was sent to %s, in place of one that is gone, is sent to %v", pkt, later[0].Dst, again)

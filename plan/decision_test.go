@@ -8,6 +8,8 @@ import (
 	"slices"
 	"strconv"
 	"testing"
+
+	"github.com/stretchr/testify/require"
 )
 
 // TestDecisions: every code, and the text that goes with it.
@@ -80,9 +82,7 @@ func TestDecisions(t *testing.T) {
 // declaredCodes are the values of all constants of type Code.
 func declaredCodes(t *testing.T) []Code {
 	file, err := parser.ParseFile(token.NewFileSet(), "decision.go", nil, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var out []Code
 	ast.Inspect(file, func(n ast.Node) bool {
 		spec, ok := n.(*ast.ValueSpec)

@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/inspect"
 	"nodeproxy/plan"
 	"nodeproxy/proxier"
@@ -88,9 +90,7 @@ func (p pipes) ask(t *testing.T, path string) net.Conn {
 	client, server := net.Pipe()
 	t.Cleanup(func() { client.Close() })
 	p.accepted <- server
-	if err := client.SetDeadline(time.Now().Add(time.Minute)); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, client.SetDeadline(time.Now().Add(time.Minute)))
 	if _, err := client.Write([]byte("GET " + path + " HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")); err != nil {
 		t.Fatal(err)
 	}

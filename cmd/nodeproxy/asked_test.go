@@ -9,6 +9,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/inspect"
 )
 
@@ -23,14 +25,10 @@ type asked struct {
 func newAsked(t *testing.T) *asked {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "np") // The path of a socket has to be short, so t.TempDir won't do.
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { os.RemoveAll(dir) })
 	a := &asked{T: t, dir: dir, socket: filepath.Join(dir, "run", "socket")}
-	if err := os.Mkdir(a.manifests(), 0o755); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.Mkdir(a.manifests(), 0o755))
 	return a
 }
 

@@ -8,6 +8,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/internal/nstest"
 )
 
@@ -60,9 +62,7 @@ func (l listener) Close() error { return nstest.Close(l.Listener) }
 func listen(t *testing.T, at string) net.Listener {
 	t.Helper()
 	l, err := net.Listen("tcp", at)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { l.Close() })
 	return listener{l}
 }
@@ -188,9 +188,7 @@ func TestChecks(t *testing.T) {
 			}
 
 			conn, err := net.Dial("tcp", "10.96.0.10:80")
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			defer conn.Close()
 			if text, _ := c.ask("get", "services", "-o", "wide"); mode == "nftables" && !strings.Contains(text, "  IPv4     1             <none>     <none>\n") {
 				t.Errorf("a connection is not counted:\n%s", text)
@@ -233,9 +231,7 @@ func TestCheckRoutes(t *testing.T) {
 	nstest.Exec(t, "ip", "route", "add", "10.244.1.0/24", "dev", "lo")
 	forward := func(value string) {
 		t.Helper()
-		if err := os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte(value), 0); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte(value), 0))
 	}
 	forward("0")
 	elsewhere := strings.Replace(checkedService, "endpoints: [{addresses: [192.0.2.1], nodeName: n1}]",

@@ -10,6 +10,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/names"
 )
@@ -220,9 +222,7 @@ func TestCleanupBesideProxy(t *testing.T) {
 	t.Parallel()
 	nstest.Enter(t)
 	proxy, err := net.Listen("unix", "@nodeproxy") // what a running nodeproxy has
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	warning := fmt.Sprintf("warning: nodeproxy (process %d) runs, and will write anew what is removed now\n", os.Getpid())
 	for _, args := range [][]string{{"cleanup"}, {"--cleanup"}, {"cleanup", "--dry-run"}} {
 		want := warning
@@ -233,9 +233,7 @@ func TestCleanupBesideProxy(t *testing.T) {
 			t.Errorf("%v prints %q, want %q", args, out, want)
 		}
 	}
-	if err := proxy.Close(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, proxy.Close())
 	if out := command(t, "", "nodeproxy", "cleanup"); out != "" {
 		t.Errorf("without a proxy it prints %q", out)
 	}

@@ -5,6 +5,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/stretchr/testify/require"
 )
 
 // TestConfigCommand prints a file on one stream and what there is to say about it on the other.
@@ -18,9 +20,7 @@ portRange: 1-2
 `
 	writeFile(t, path, in)
 	out, errs, err := inProcess("", "config", "--config="+path, "--cluster-cidr=11.0.0.0/8")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	line := "clusterCIDR: 11.0.0.0/8 # --cluster-cidr overrides " + path + ":3, which has 10.0.0.0/8\n"
 	if !strings.Contains(out, line) {
 		t.Errorf("there is no line %q in\n%s", line, out)
@@ -37,9 +37,7 @@ func TestWriteConfigTo(t *testing.T) {
 	t.Parallel()
 	path := filepath.Join(t.TempDir(), "out.yaml")
 	printed, _, err := inProcess("", "config", "--v=5")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	out, errs, err := inProcess("", "config", "--v=5", "--write-config-to="+path)
 	if err != nil || out+errs != "" {
 		t.Fatalf("%v; printed %s%s", err, out, errs)

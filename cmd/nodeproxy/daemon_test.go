@@ -7,6 +7,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/config"
 	"nodeproxy/metrics"
 	"nodeproxy/source"
@@ -20,9 +22,7 @@ func TestSettingsAreCounted(t *testing.T) {
 		{Severity: source.Problem, Field: "iptables.minSyncPeriod", Detail: "is strange"},
 	}}
 	d, err := newDaemon(t.Context(), cfg, slog.New(slog.NewTextHandler(log, nil)))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(d.stop)
 	d.reports.passTo(d.metrics.Report(reporter(d.log)))
 	if !strings.Contains(log.String(), "is strange") {

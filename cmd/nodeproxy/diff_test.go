@@ -14,6 +14,7 @@ import (
 	"testing"
 
 	"github.com/spf13/pflag"
+	"github.com/stretchr/testify/require"
 
 	"nodeproxy/config"
 	"nodeproxy/internal/nstest"
@@ -111,9 +112,7 @@ func TestDiffDaemon(t *testing.T) {
 			if text, _ := diff("--mode=" + tc.other); strings.Contains(text, "KUBE-FOREIGN") {
 				t.Errorf("mode %s would touch others' rules:\n%s", tc.other, text)
 			}
-			if err := p.Process.Signal(os.Interrupt); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, p.Process.Signal(os.Interrupt))
 			<-p.ended
 
 			for _, args := range tc.damage {
@@ -127,9 +126,7 @@ func TestDiffDaemon(t *testing.T) {
 			if text, _ := diff(append(alone, "--color=always")...); !strings.Contains(text, "\x1b[32m"+tc.drift[0]) {
 				t.Errorf("without color:\n%q", text)
 			}
-			if err := os.Rename(next, filepath.Join(now, "web.yaml")); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, os.Rename(next, filepath.Join(now, "web.yaml")))
 			start()
 			eventually(t, "what a kube-proxy left is removed", func() bool { text, _ := diff(); return !strings.Contains(text, "kube-proxy") })
 			same("it is repaired, and the endpoint is there")
@@ -148,9 +145,7 @@ func TestDiffDiskFull(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "services.yaml")
 	writeFile(t, file, manifest.String())
 	full, err := os.OpenFile("/dev/full", os.O_WRONLY, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer full.Close()
 	var said strings.Builder
 	cmd := exec.Command("nodeproxy", "diff", "--manifests="+file, "--mode=iptables", "--iptables-backend=nft")
@@ -174,20 +169,14 @@ func TestOptions(t *testing.T) {
 		IPVS: config.IPVS{Scheduler: "wlc", VIPs: "addresses", ExcludeCIDRs: []netip.Prefix{netip.MustParsePrefix("10.1.0.0/16")}, StrictARP: true},
 	}
 	var got options
-	if err := json.Unmarshal([]byte(earlier), &got); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, json.Unmarshal([]byte(earlier), &got))
 	if !reflect.DeepEqual(got.config(), cfg) {
 		t.Errorf("of an earlier version: %+v\nwant %+v", got.config(), cfg)
 	}
 	text, err := json.Marshal(optionsOf(cfg))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var tells, want map[string]any
-	if err := errors.Join(json.Unmarshal(text, &tells), json.Unmarshal([]byte(earlier), &want)); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, errors.Join(json.Unmarshal(text, &tells), json.Unmarshal([]byte(earlier), &want)))
 	for name := range want {
 		if name != "Settings" && !reflect.DeepEqual(tells[name], want[name]) {
 			t.Errorf("to an earlier version: %s is %v, want %v", name, tells[name], want[name])
@@ -209,9 +198,7 @@ func TestOptions(t *testing.T) {
 		t.Fatal(err)
 	}
 	got = options{}
-	if err := json.Unmarshal(text, &got); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, json.Unmarshal(text, &got))
 	same := got.config()
 	same.Configz, same.SysctlDir = cfg.Configz, cfg.SysctlDir
 	if !reflect.DeepEqual(same, cfg) || got.config().SysctlDir != "" {

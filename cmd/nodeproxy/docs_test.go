@@ -10,6 +10,7 @@ import (
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/cobra/doc"
+	"github.com/stretchr/testify/require"
 )
 
 // documented is the root with the commands that cobra adds when it runs.
@@ -38,9 +39,7 @@ func TestDocs(t *testing.T) {
 	eachCommand(documented(), func(cmd *cobra.Command) {
 		var help bytes.Buffer
 		cmd.SetOut(&help)
-		if err := cmd.Help(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, cmd.Help())
 		fmt.Fprintf(&text, "\n## %s\n\n```text\n", cmd.CommandPath())
 		for line := range strings.Lines(help.String()) {
 			text.WriteString(strings.TrimRight(line, " \n") + "\n")
@@ -129,9 +128,7 @@ func TestMan(t *testing.T) {
 		dir = t.TempDir()
 	}
 	cmd := documented()
-	if err := doc.GenManTree(cmd, &doc.GenManHeader{Section: "8", Source: "nodeproxy", Manual: "nodeproxy"}, dir); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, doc.GenManTree(cmd, &doc.GenManHeader{Section: "8", Source: "nodeproxy", Manual: "nodeproxy"}, dir))
 	eachCommand(cmd, func(cmd *cobra.Command) {
 		name := strings.ReplaceAll(cmd.CommandPath(), " ", "-")
 		if page := readFile(t, filepath.Join(dir, name+".8")); !strings.Contains(page, ".SH NAME\n"+name+" - "+cmd.Short) {

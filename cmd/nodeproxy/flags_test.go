@@ -12,6 +12,7 @@ import (
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
+	"github.com/stretchr/testify/require"
 
 	"nodeproxy/config"
 )
@@ -33,9 +34,7 @@ func TestFlagsOfSubcommands(t *testing.T) {
 		all.VisitAll(func(f *pflag.Flag) {
 			cmd := root()
 			sub, _, err := cmd.Find([]string{subcommand})
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			ran := false
 			sub.RunE = func(*cobra.Command, []string) error { ran = true; return nil }
 			value := f.DefValue
@@ -90,9 +89,7 @@ func TestFlagsOfSubcommands(t *testing.T) {
 func TestJSONDurations(t *testing.T) {
 	stderr := os.Stderr
 	r, w, err := os.Pipe()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	os.Stderr = w
 	newLog(&config.Config{LogFormat: "json", LogLevel: "info"}).Info("x", slog.Group("g", "took", 1500*time.Millisecond))
 	os.Stderr = stderr

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/spf13/pflag"
+	"github.com/stretchr/testify/require"
 
 	"nodeproxy/config"
 )
@@ -45,18 +46,14 @@ func TestHelp(t *testing.T) {
 		"get endpoints": {"help", "namespace", "output"}, "get findings": {"help", "namespace", "output"}, "get": {"help"},
 	} {
 		cmd, _, err := root().Find(strings.Fields(command))
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		var help strings.Builder
 		cmd.Root().SetOut(&help)
 		cmd.Root().SetArgs([]string{"--help"})
 		if command != "" {
 			cmd.Root().SetArgs(append(strings.Fields(command), "--help"))
 		}
-		if err := cmd.Root().Execute(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, cmd.Root().Execute())
 		want := own
 		for _, g := range flagGroups {
 			shown := 0

@@ -13,6 +13,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/inspect"
 	"nodeproxy/internal/nstest"
 )
@@ -86,9 +89,7 @@ func TestInspectDaemon(t *testing.T) {
 		text, code := a.ask("explain", "typo")
 		return code == 1 && strings.Contains(text, "app=web in place of app=wbe")
 	})
-	if err := p.Process.Signal(os.Interrupt); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, p.Process.Signal(os.Interrupt))
 	<-p.ended
 	if _, err := os.Stat(a.socket); !os.IsNotExist(err) {
 		t.Errorf("the socket is left: %v", err)
@@ -100,17 +101,13 @@ func TestSocketInUse(t *testing.T) {
 	t.Parallel()
 	path := filepath.Join(t.TempDir(), "s")
 	first, err := inspect.Listen(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if _, err := inspect.Listen(path); err == nil {
 		t.Error("a socket in use was taken")
 	}
 	first.Close()
 	dead, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	dead.SetUnlinkOnClose(false)
 	dead.Close()
 	// A child that another test has just forked may have the socket until it executes its program.
@@ -132,9 +129,7 @@ func TestSocketPath(t *testing.T) {
 	file := filepath.Join(dir, "file")
 	writeFile(t, file, "precious")
 	link := filepath.Join(dir, "link")
-	if err := os.Symlink(file, link); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.Symlink(file, link))
 	for _, path := range []string{file, link, dir} {
 		if _, err := inspect.Listen(path); err == nil || !strings.Contains(err.Error(), path+" is no socket") {
 			t.Errorf("%s: %v", path, err)
@@ -156,9 +151,7 @@ func TestSocketClients(t *testing.T) {
 	t.Parallel()
 	path := filepath.Join(t.TempDir(), "s")
 	l, err := inspect.Listen(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var at atomic.Int32
 	var mu sync.Mutex
 	var most int32
@@ -195,7 +188,5 @@ func TestSocketClients(t *testing.T) {
 		t.Errorf("%d clients were answered at once", most)
 	}
 	l.Close()
-	if err := <-served; err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, <-served)
 }

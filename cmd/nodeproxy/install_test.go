@@ -10,6 +10,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
 )
 
@@ -70,15 +72,11 @@ func runPageCommand(t *testing.T, files map[string]string, command, cluster stri
 			args[n] = strings.NewReplacer("API-SERVER", "10.0.0.9").Replace(args[n])
 		}
 		out, _, err := inProcess("", args...)
-		if err != nil {
-			t.Fatalf("%s: %v", command, err)
-		}
+		require.NoError(t, err, "%s", command)
 		files[words[i+1]] = out
 		if strings.HasSuffix(words[i+1], ".json") {
 			var ops []map[string]any
-			if err := json.Unmarshal([]byte(out), &ops); err != nil {
-				t.Errorf("%s: %v", command, err)
-			}
+			assert.NoError(t, json.Unmarshal([]byte(out), &ops), "%s", command)
 			return
 		}
 		objects := 0
@@ -166,12 +164,8 @@ func TestUnit(t *testing.T) {
 		t.Fatalf("ExecStart=%s", line)
 	}
 	run, _, err := root().Find(words[1:2])
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := run.ParseFlags(words[2:]); err != nil {
-		t.Errorf("ExecStart=%s: %v", line, err)
-	}
+	require.NoError(t, err)
+	assert.NoError(t, run.ParseFlags(words[2:]), "ExecStart=%s", line)
 	page := strings.Join(pageCommands(t, "bare-metal")["Install"], "\n")
 	has(t, page, words[0], run.Flag("config").Value.String(), run.Flag("manifests").Value.String())
 	if text, _, err := inProcess("", "config", "--mode=nftables"); err != nil || !strings.Contains(text, "mode: nftables") {

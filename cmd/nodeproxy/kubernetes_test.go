@@ -11,6 +11,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/source/apiserver/apiservertest"
 )
 
@@ -50,9 +52,7 @@ func serveVersion(t *testing.T, dir string, protobuf bool) string {
 func TestKubernetesVersions(t *testing.T) {
 	t.Parallel()
 	dirs, err := filepath.Glob(filepath.Join(versionedCluster, "1.*"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var versions []string
 	for _, dir := range dirs {
 		versions = append(versions, filepath.Base(dir))

@@ -11,6 +11,9 @@ import (
 	"strings"
 	"testing"
 	"unicode"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 )
 
 // markdown is a file of the project's documentation.
@@ -110,9 +113,7 @@ func documentation(t *testing.T) map[string]*markdown {
 		}
 		return err
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if len(out) < 12 {
 		t.Fatalf("only %d files were found", len(out))
 	}
@@ -275,9 +276,7 @@ func TestCommandsInDocumentation(t *testing.T) {
 				text = text[:end[0]]
 			}
 			seen["nodeproxy"]++
-			if err := parses(strings.Fields(text)); err != nil {
-				t.Errorf("%s: nodeproxy %s: %v", place, text, err)
-			}
+			assert.NoError(t, parses(strings.Fields(text)), "%s: nodeproxy %s", place, text)
 		}
 	}
 	for kind, least := range map[string]int{"nodeproxy": 40, "make": 15, "kubectl": 2, "helm": 2} {

@@ -9,6 +9,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/config"
 	"nodeproxy/metrics"
 )
@@ -36,20 +38,14 @@ func TestModes(t *testing.T) {
 // TestOnlyEntriesKnowModes: no file but that of a mode's entry imports the mode's backend.
 func TestOnlyEntriesKnowModes(t *testing.T) {
 	files, err := filepath.Glob("*.go")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	entries := map[string]bool{}
 	for _, file := range files {
 		parsed, err := parser.ParseFile(token.NewFileSet(), file, nil, parser.ImportsOnly)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		for _, i := range parsed.Imports {
 			path, err := strconv.Unquote(i.Path.Value)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			for _, name := range config.Modes() {
 				switch {
 				case path != "nodeproxy/"+name:

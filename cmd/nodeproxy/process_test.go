@@ -8,26 +8,22 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/internal/nstest"
 )
 
 // writeFile writes a file as a whole.
 func writeFile(t *testing.T, name, text string) {
 	t.Helper()
-	if err := os.WriteFile(name+".new", []byte(text), 0o644); err != nil {
-		t.Fatal(err)
-	}
-	if err := os.Rename(name+".new", name); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(name+".new", []byte(text), 0o644))
+	require.NoError(t, os.Rename(name+".new", name))
 }
 
 func readFile(t *testing.T, name string) string {
 	t.Helper()
 	text, err := os.ReadFile(name)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return string(text)
 }
 
@@ -83,9 +79,7 @@ func startProcess(t *testing.T, env []string, args ...string) *process {
 	p.Env = append(append(os.Environ(), "GORACE=atexit_sleep_ms=0"), env...) // Under -race, it would take a second more to end.
 	p.Stdout, p.Stderr = p.log, p.log
 	nstest.EndWith(t, p.Cmd)
-	if err := p.Start(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, p.Start())
 	go func() {
 		_ = p.Wait() // Its ProcessState says how it ended.
 		close(p.ended)

@@ -9,6 +9,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/internal/nstest"
 	"nodeproxy/source/apiserver/apiservertest"
 )
@@ -35,9 +37,7 @@ func ready() bool {
 func rejected(t *testing.T) bool {
 	t.Helper()
 	text, err := curl("http://127.0.0.1:10249/metrics")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	_, value, found := strings.Cut(text, "\nnodeproxy_config_rejected ")
 	if !found {
 		t.Fatal("there is no metric nodeproxy_config_rejected")
@@ -136,9 +136,7 @@ func newFlakyTools(t *testing.T) flakyTools {
 	f := flakyTools{t.TempDir()}
 	for _, name := range flakyNames {
 		real, err := exec.LookPath(name)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		script := fmt.Sprintf(`if [ "$1" = --version ]; then
 	echo asked >>%[1]s.calls
 	if rm %[1]s.fail 2>/dev/null; then exit 1; fi

@@ -12,6 +12,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
@@ -152,22 +154,16 @@ func output(cmd *exec.Cmd) (stdout, stderr string, err error) {
 func TestOpenPipe(t *testing.T) {
 	t.Parallel()
 	path, other := filepath.Join(t.TempDir(), "pipe"), filepath.Join(t.TempDir(), "other")
-	if err := errors.Join(unix.Mkfifo(path, 0o600), unix.Mkfifo(other, 0o600)); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, errors.Join(unix.Mkfifo(path, 0o600), unix.Mkfifo(other, 0o600)))
 	if f, err := openPipe(other, time.Millisecond); err == nil || !strings.Contains(err.Error(), "no program has opened for writing within 1ms") {
 		t.Errorf("%v, %v", f, err)
 	}
 	written := make(chan error, 1)
 	go func() { written <- os.WriteFile(path, []byte("text"), 0) }()
 	f, err := openPipe(path, time.Minute)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer f.Close()
-	if err := <-written; err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, <-written)
 	if text, err := io.ReadAll(f); err != nil || string(text) != "text" {
 		t.Errorf("%q, %v", text, err)
 	}

@@ -8,6 +8,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/stretchr/testify/require"
 )
 
 // TestSleeps: a test waits for a condition. A time.Sleep in a test is the interval of a loop that looks for one, as its last step; runs on the
@@ -39,9 +41,7 @@ func TestSleeps(t *testing.T) {
 		}
 		return nil
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 }
 
 // unexplainedSleeps returns where a package's tests call time.Sleep in a way that TestSleeps objects to.
@@ -128,9 +128,7 @@ func f() {
 }`
 	files := token.NewFileSet()
 	file, err := parser.ParseFile(files, "p.go", source, parser.ParseComments)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if got := unexplainedSleeps(files, []*ast.File{file}); len(got) != 2 || got[0].Line != 11 || got[1].Line != 13 {
 		t.Errorf("%v, want lines 11 and 13", got)
 	}

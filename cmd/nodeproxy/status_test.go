@@ -13,6 +13,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/inspect"
 	"nodeproxy/internal/nstest"
 )
@@ -94,9 +96,7 @@ func TestStatusFromOutside(t *testing.T) {
 		"Nobody answers about the health of a proxy at 127.0.0.1:10256: ", "What to do:")
 	proc := t.TempDir()
 	for pid, name := range map[string]string{"7": "kube-proxy", "8": "bash"} {
-		if err := os.MkdirAll(filepath.Join(proc, pid), 0o755); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.MkdirAll(filepath.Join(proc, pid), 0o755))
 		writeFile(t, filepath.Join(proc, pid, "comm"), name+"\n")
 	}
 	if got := proxies(proc); len(got) != 1 || got[0] != "7 (kube-proxy)" {
@@ -134,27 +134,19 @@ func TestSupport(t *testing.T) {
 			t.Fatalf("%v, %v", info, err)
 		}
 		f, err := os.Open(file)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		defer f.Close()
 		z, err := gzip.NewReader(f)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		out := map[string]string{}
 		for r := tar.NewReader(z); ; {
 			h, err := r.Next()
 			if err == io.EOF {
 				return out
 			}
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			text, err := io.ReadAll(r)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			out[strings.TrimPrefix(h.Name, "nodeproxy-support/")] = string(text)
 		}
 	}

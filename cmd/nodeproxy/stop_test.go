@@ -7,6 +7,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/internal/nstest"
 	"nodeproxy/source/apiserver/apiservertest"
 )
@@ -48,9 +50,7 @@ func stopped(t *testing.T, answered, refuses bool) (state *os.ProcessState, took
 	}
 	if !refuses {
 		listener, err := net.Listen("tcp", address) // The kernel accepts; nobody answers.
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		defer listener.Close()
 	}
 	if !answered {
@@ -58,9 +58,7 @@ func stopped(t *testing.T, answered, refuses bool) (state *os.ProcessState, took
 	}
 	time.Sleep(5 * time.Second) // By then, it waits for seconds between two attempts.
 	begun := time.Now()
-	if err := p.Process.Signal(syscall.SIGTERM); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, p.Process.Signal(syscall.SIGTERM))
 	select {
 	case <-p.ended:
 	case <-time.After(time.Minute):

@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
@@ -92,9 +93,7 @@ func fakeKubeProxy(t *testing.T) *exec.Cmd {
 	if err == nil {
 		err = cmd.Start()
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
 	return cmd
 }
@@ -107,9 +106,7 @@ func TestWatchDaemonSet(t *testing.T) {
 	cfg := &config.Config{NodeName: "n1"}
 	cfg.API.Master, cfg.API.AcceptContentTypes, cfg.API.QPS = server.URL, "application/json", -1
 	client, err := newClient(cfg)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	lines := make(chan string, 100)
 	log := slog.New(slog.NewTextHandler(writer(func(line string) { lines <- line }), &slog.HandlerOptions{Level: slog.LevelDebug}))
 	reports := make(chan source.Finding, 100)

@@ -9,6 +9,7 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/internal/nstest"
@@ -18,9 +19,7 @@ import (
 func terminal(t *testing.T) (outer, inner *os.File) {
 	t.Helper()
 	fail := func(err error) {
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 	}
 	outer, err := os.OpenFile("/dev/ptmx", os.O_RDWR|unix.O_NOCTTY, 0)
 	fail(err)
@@ -64,9 +63,7 @@ func TestTop(t *testing.T) {
 	shown := &logged{}
 	repainted := func(what string) bool {
 		rows ^= 1
-		if err := unix.IoctlSetWinsize(int(outer.Fd()), unix.TIOCSWINSZ, &unix.Winsize{Row: rows, Col: 120}); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, unix.IoctlSetWinsize(int(outer.Fd()), unix.TIOCSWINSZ, &unix.Winsize{Row: rows, Col: 120}))
 		return strings.Contains(shown.String(), what)
 	}
 	cmd := exec.Command("nodeproxy", "top", "--interval=200ms", "--socket="+a.socket)
@@ -77,9 +74,7 @@ func TestTop(t *testing.T) {
 		cmd.SysProcAttr = &syscall.SysProcAttr{}
 	}
 	cmd.SysProcAttr.Setsid, cmd.SysProcAttr.Setctty = true, true
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, cmd.Start())
 	ended := make(chan error, 1)
 	go func() { ended <- cmd.Wait() }()
 	t.Cleanup(func() { _ = cmd.Process.Kill() })
@@ -121,9 +116,7 @@ func TestTerminalIsNotAsked(t *testing.T) {
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = inner, inner, inner
 	cmd.Env = append(os.Environ(), "TERM=xterm-256color")
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, Setctty: true}
-	if err := cmd.Run(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, cmd.Run())
 	b := make([]byte, 4096)
 	n, err := outer.Read(b)
 	if err != nil || string(b[:n]) != version+"\r\n" {

@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/spf13/pflag"
+	"github.com/stretchr/testify/require"
 
 	"nodeproxy/config"
 	"nodeproxy/inspect"
@@ -46,15 +47,11 @@ func TestTraceVerdicts(t *testing.T) {
 				for _, f := range plan.Families {
 					generator := c.Packets(f)
 					judge, err := newJudge(c, cfg, f)
-					if err != nil {
-						t.Fatal(err)
-					}
+					require.NoError(t, err)
 					for i := range packetsPerCluster {
 						pkt := asTraced(c, generator.Example(seed*packetsPerCluster+i))
 						answer, err := n.Trace(inspect.TraceQuery{From: pkt.Src.String(), To: netip.AddrPortFrom(pkt.Dst, pkt.DstPort).String(), Protocol: pkt.Protocol})
-						if err != nil {
-							t.Fatalf("cluster %d, %s: %v", seed, pkt, err)
-						}
+						require.NoError(t, err, "cluster %d, %s", seed, pkt)
 						if err := judge.check(pkt, &answer.Packets[0]); err != nil {
 							t.Fatalf("cluster %d, packet: %s\nplan: %s\ntrace: %+v\n%v", seed, pkt, judge.evaluator.Verdict(pkt), answer.Packets[0], err)
 						}

@@ -12,6 +12,9 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/config"
 	"nodeproxy/metrics"
 )
@@ -40,15 +43,11 @@ func TestNothingIsReadForAModeThatCannotWork(t *testing.T) {
 // prepared.
 func TestWrongFileAtStart(t *testing.T) {
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	addr := listener.Addr().(*net.TCPAddr).AddrPort()
 	listener.Close()
 	r := &reloads{front: newFront(), updates: make(chan update)}
-	if err := r.front.prepare(&config.Config{Servers: config.Servers{Healthz: addr, HardFail: true}}); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, r.front.prepare(&config.Config{Servers: config.Servers{Healthz: addr, HardFail: true}}))
 	defer r.front.discard()
 	told := make(chan string, 1)
 	d := &daemon{cfg: &config.Config{}, metrics: metrics.New(metrics.Config{}), log: slog.New(slog.DiscardHandler)}
@@ -70,18 +69,14 @@ func TestWrongFileAtStart(t *testing.T) {
 // TestHardFail: an address that another program has is an error only with --bind-address-hard-fail.
 func TestHardFail(t *testing.T) {
 	other, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer other.Close()
 	f := newFront()
 	defer f.discard()
 	cfg := &config.Config{Servers: config.Servers{
 		Healthz: netip.MustParseAddrPort("127.0.0.1:0"), Metrics: other.Addr().(*net.TCPAddr).AddrPort(),
 	}}
-	if err := f.prepare(cfg); err != nil {
-		t.Errorf("without the flag: %v", err)
-	}
+	assert.NoError(t, f.prepare(cfg), "without the flag")
 	cfg.Servers.HardFail = true
 	if err := f.prepare(cfg); err == nil || !strings.HasPrefix(err.Error(), "--bind-address-hard-fail: metrics server at "+cfg.Servers.Metrics.String()+": ") {
 		t.Errorf("with the flag: %v", err)

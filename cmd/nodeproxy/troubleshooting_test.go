@@ -7,6 +7,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/inspect"
 	"nodeproxy/plan"
 	"nodeproxy/proxier"
@@ -104,9 +106,7 @@ func saysOf(t *testing.T, name string) string {
 func TestAwayAPIServer(t *testing.T) {
 	t.Parallel()
 	batch, err := manifest.Read(manifest.Config{Path: "web"}, strings.NewReader(checkedService))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	state := proxier.NewState("n1", plan.Settings{}, plan.Families[:], nil)
 	state.Apply(batch)
 	state.Update()
@@ -116,14 +116,10 @@ func TestAwayAPIServer(t *testing.T) {
 		},
 	}}
 	e, err := n.Explain(plan.Service{Namespace: "default", Name: "web"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	n.Check(t.Context(), e)
 	var text strings.Builder
-	if err := inspect.WriteExplanation(&text, e, time.Now()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, inspect.WriteExplanation(&text, e, time.Now()))
 	if got, want := told(text.String()), strings.TrimSpace(onNode["away"]); got != want || !e.Problem() {
 		t.Errorf("explain says %s\nwant %s", got, want)
 	}

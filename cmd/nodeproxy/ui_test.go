@@ -9,6 +9,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/internal/nstest"
 )
 
@@ -78,9 +80,7 @@ func TestPage(t *testing.T) {
 		has(t, page, tt.want...)
 		lacks(t, page, append(tt.unwanted, "data-owned", "<img", "<script>")...)
 	}
-	if err := p.Process.Signal(os.Interrupt); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, p.Process.Signal(os.Interrupt))
 	<-p.ended
 	startProcess(t, nil, append(flags, "--ui=false")...)
 	eventually(t, "metrics are served", func() bool { return status("/metrics") == "200" })
@@ -95,9 +95,7 @@ func browse(t *testing.T, url string) string {
 	var page []byte
 	eventually(t, "the browser has loaded "+url, func() bool {
 		profile, err := os.MkdirTemp("", "np")
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		defer os.RemoveAll(profile)
 		// Time is the page's own, which stands still while it waits for an answer.
 		cmd := exec.Command("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--user-data-dir="+profile,

@@ -16,6 +16,7 @@ import (
 
 	"github.com/opencontainers/go-digest"
 	v1 "github.com/opencontainers/image-spec/specs-go/v1"
+	"github.com/stretchr/testify/require"
 
 	"nodeproxy/deploy/oci"
 )
@@ -39,18 +40,12 @@ func build(t *testing.T, archs []string, root ...tar.Header) ([]byte, string, er
 		files = append(files, f)
 	}
 	archive, err := oci.Tar(files, time.Now())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	o := options{output: filepath.Join(dir, "image.tar"), name: imageName, version: "v1"}
 	for _, arch := range archs {
 		p := platform{arch, filepath.Join(dir, arch+".tar"), filepath.Join(dir, arch)}
-		if err := errors.Join(os.WriteFile(p.root, archive, 0o644), os.WriteFile(p.binary, []byte("binary for "+arch), 0o644)); err != nil {
-			t.Fatal(err)
-		}
-		if err := o.addPlatform(fmt.Sprintf("%s=%s,%s", arch, p.root, p.binary)); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errors.Join(os.WriteFile(p.root, archive, 0o644), os.WriteFile(p.binary, []byte("binary for "+arch), 0o644)))
+		require.NoError(t, o.addPlatform(fmt.Sprintf("%s=%s,%s", arch, p.root, p.binary)))
 	}
 	t.Setenv("SOURCE_DATE_EPOCH", fmt.Sprint(epoch))
 	digest, _, err := run(o)
@@ -70,13 +65,9 @@ func read(t *testing.T, r io.Reader) map[string]oci.File {
 		if errors.Is(err, io.EOF) {
 			return out
 		}
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		content, err := io.ReadAll(in)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		out[h.Name] = oci.File{Header: *h, Content: content}
 	}
 }
@@ -126,9 +117,7 @@ func (l layout) checkImage(d v1.Descriptor, arch string) v1.Manifest {
 	files := map[string]oci.File{}
 	for n, layer := range m.Layers {
 		z, err := gzip.NewReader(bytes.NewReader(l.blob(layer)))
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		plain, err := io.ReadAll(z)
 		if err != nil || digest.FromBytes(plain) != c.RootFS.DiffIDs[n] {
 			t.Errorf("layer %d: %v, digest %s, want %s", n, err, digest.FromBytes(plain), c.RootFS.DiffIDs[n])
@@ -158,9 +147,7 @@ func (l layout) checkImage(d v1.Descriptor, arch string) v1.Manifest {
 func TestArchive(t *testing.T) {
 	for _, archs := range [][]string{{"amd64"}, {"amd64", "arm64"}} {
 		archive, digest, err := build(t, archs, someFiles...)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		again, _, err := build(t, archs, someFiles...)
 		if err != nil || !bytes.Equal(archive, again) {
 			t.Errorf("%q: the same input gives another archive (%v)", archs, err)
@@ -240,9 +227,7 @@ func TestTagOfItsOwn(t *testing.T) {
 		}
 		seen[names[0]] = true
 		archive, err := os.ReadFile(o.output)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		var i v1.Index
 		into(t, read(t, bytes.NewReader(archive))["index.json"].Content, &i)
 		for n, name := range names {

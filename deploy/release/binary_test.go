@@ -10,6 +10,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/internal/nstest"
 )
 
@@ -49,14 +51,10 @@ func TestArchitectures(t *testing.T) {
 	nstest.NeedKernel(t) // not for itself, but this takes a minute where nothing has been built yet
 	t.Parallel()
 	project, err := filepath.Abs("../..")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	elsewhere := filepath.Join(t.TempDir(), "a", "copy")
 	tracked, err := exec.Command("git", "-C", project, "ls-files", "-z", "--cached", "--others", "--exclude-standard").Output()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for _, name := range strings.Split(strings.Trim(string(tracked), "\x00"), "\x00") {
 		copyFile(t, filepath.Join(project, name), filepath.Join(elsewhere, name))
 	}
@@ -65,9 +63,7 @@ func TestArchitectures(t *testing.T) {
 	for _, arch := range []string{"amd64", "arm64"} {
 		binary := buildBinary(t, project, arch)
 		content, err := os.ReadFile(binary)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		again, err := os.ReadFile(buildBinary(t, elsewhere, arch))
 		if err != nil || !bytes.Equal(content, again) {
 			t.Errorf("%s: built in another directory, the program differs (%v)", arch, err)
@@ -76,9 +72,7 @@ func TestArchitectures(t *testing.T) {
 			t.Errorf("%s: the program names the directory in which it was built", arch)
 		}
 		f, err := elf.NewFile(bytes.NewReader(content))
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if want := map[string]elf.Machine{"amd64": elf.EM_X86_64, "arm64": elf.EM_AARCH64}[arch]; f.Machine != want {
 			t.Errorf("%s: the program is for %v", arch, f.Machine)
 		}
@@ -124,17 +118,9 @@ func copyFile(t *testing.T, from, to string) {
 	if os.IsNotExist(err) || err == nil && about.IsDir() {
 		return // removed, but not committed; or another repository
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	content, err := os.ReadFile(from)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := os.MkdirAll(filepath.Dir(to), 0o755); err != nil {
-		t.Fatal(err)
-	}
-	if err := os.WriteFile(to, content, about.Mode().Perm()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
+	require.NoError(t, os.MkdirAll(filepath.Dir(to), 0o755))
+	require.NoError(t, os.WriteFile(to, content, about.Mode().Perm()))
 }

@@ -9,6 +9,8 @@ import (
 	"regexp"
 	"strings"
 	"testing"
+
+	"github.com/stretchr/testify/require"
 )
 
 var (
@@ -22,9 +24,7 @@ var (
 func wrongNames(t *testing.T, project string) (wrong []string, names int) {
 	t.Helper()
 	content, err := os.ReadFile(filepath.Join(project, "deploy/image/name"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	want := strings.TrimSpace(string(content))
 	check := func(path string, entry fs.DirEntry, err error) error {
 		if err != nil {
@@ -59,9 +59,7 @@ func wrongNames(t *testing.T, project string) (wrong []string, names int) {
 		if _, err := os.Stat(filepath.Join(project, dir)); os.IsNotExist(err) {
 			continue
 		}
-		if err := filepath.WalkDir(filepath.Join(project, dir), check); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, filepath.WalkDir(filepath.Join(project, dir), check))
 	}
 	return wrong, names
 }
@@ -76,9 +74,7 @@ func TestImageName(t *testing.T) {
 	// A copy, with another name.
 	dir := t.TempDir()
 	for _, part := range []string{"deploy", "docs", "hack"} {
-		if err := os.CopyFS(filepath.Join(dir, part), os.DirFS("../../"+part)); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.CopyFS(filepath.Join(dir, part), os.DirFS("../../"+part)))
 	}
 	git := func(args ...string) {
 		t.Helper()

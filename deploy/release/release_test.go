@@ -20,6 +20,7 @@ import (
 	cdx "github.com/CycloneDX/cyclonedx-go"
 	godigest "github.com/opencontainers/go-digest"
 	v1 "github.com/opencontainers/image-spec/specs-go/v1"
+	"github.com/stretchr/testify/require"
 	"sigs.k8s.io/yaml"
 
 	"nodeproxy/deploy/oci"
@@ -63,18 +64,14 @@ func input(t *testing.T) release {
 	dir := t.TempDir()
 	put := func(name, content string) string {
 		file := filepath.Join(dir, name)
-		if err := errors.Join(os.MkdirAll(filepath.Dir(file), 0o700), os.WriteFile(file, []byte(content), 0o600)); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errors.Join(os.MkdirAll(filepath.Dir(file), 0o700), os.WriteFile(file, []byte(content), 0o600)))
 		return file
 	}
 	put("chart/values.yaml", "# Values.\nimage:\n  repository: localhost/nodeproxy # no more\n  tag: \"\"\n")
 	put("chart/Chart.yaml", "name: nodeproxy\nversion: 0.0.0\nappVersion: latest\nannotations:\n  nodeproxy/image-digest: \"\"\n")
 	put("chart/templates/a.yaml", "a: b\n")
 	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	root, err := oci.Tar([]oci.File{
 		oci.Regular("./var/lib/dpkg/status.d/libgcc-s1", []byte("Package: libgcc-s1\nVersion: 12\nArchitecture: amd64\n")),
 		oci.Regular("var/lib/dpkg/status.d/libstdc++6", []byte("Package: libstdc++6\nVersion: 1:2.0+deb12u1-3\nArchitecture: amd64\n"+
@@ -84,14 +81,10 @@ func input(t *testing.T) release {
 		oci.Regular("./usr/share/doc/libstdc++6/copyright", []byte(copyright)),
 		oci.Regular("usr/share/doc/prose/copyright", []byte("This is free software.\nLicense: see elsewhere\n")),
 	}, time.Now())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Setenv("SOURCE_DATE_EPOCH", "1700000000")
 	out := filepath.Join(dir, "out")
-	if err := os.Mkdir(out, 0o755); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.Mkdir(out, 0o755))
 	return release{
 		version: "v1.2.3", image: image, digest: digestOfImage, name: name, output: out, chart: filepath.Join(dir, "chart"),
 		manifests: []pair{{"install-iptables", put("iptables.yaml", "a: b\n    image: localhost/nodeproxy:latest\n---\n  - image: localhost/nodeproxy:latest\n")}},
@@ -103,14 +96,10 @@ func input(t *testing.T) release {
 func made(t *testing.T) map[string][]byte {
 	t.Helper()
 	r := input(t)
-	if err := r.run(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, r.run())
 	out := map[string][]byte{}
 	entries, err := os.ReadDir(r.output)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for _, e := range entries {
 		if out[e.Name()], err = os.ReadFile(filepath.Join(r.output, e.Name())); err != nil {
 			t.Fatal(err)
@@ -128,13 +117,9 @@ func unpack(t *testing.T, archive io.Reader) map[string]oci.File {
 		if errors.Is(err, io.EOF) {
 			return out
 		}
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		content, err := io.ReadAll(in)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		out[h.Name] = oci.File{Header: *h, Content: content}
 	}
 }
@@ -159,9 +144,7 @@ func TestChart(t *testing.T) {
 	files := made(t)
 	tarball := files["nodeproxy-1.2.3.tgz"]
 	z, err := gzip.NewReader(bytes.NewReader(tarball))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if z.Name != "" || !z.ModTime.IsZero() {
 		t.Errorf("the header of gzip has the name %q and the time %v", z.Name, z.ModTime)
 	}
@@ -178,9 +161,7 @@ func TestChart(t *testing.T) {
 		Version, AppVersion string
 		Annotations         map[string]string
 	}
-	if err := yaml.Unmarshal(chart["nodeproxy/Chart.yaml"].Content, &about); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, yaml.Unmarshal(chart["nodeproxy/Chart.yaml"].Content, &about))
 	if about.Version != "1.2.3" || about.AppVersion != "v1.2.3" || about.Annotations["nodeproxy/image-digest"] != digestOfImage {
 		t.Errorf("Chart.yaml: %+v", about)
 	}
@@ -202,9 +183,7 @@ func TestChart(t *testing.T) {
 	var metadata map[string]any
 	into := func(content []byte, v any) {
 		t.Helper()
-		if err := json.Unmarshal(content, v); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, json.Unmarshal(content, v))
 	}
 	into(layout["index.json"].Content, &index)
 	into(get(index.Manifests[0]), &m)
@@ -217,9 +196,7 @@ func TestChart(t *testing.T) {
 
 func TestMaterials(t *testing.T) {
 	var bom cdx.BOM
-	if err := cdx.NewBOMDecoder(bytes.NewReader(made(t)["nodeproxy-v1.2.3.cdx.json"]), cdx.BOMFileFormatJSON).Decode(&bom); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, cdx.NewBOMDecoder(bytes.NewReader(made(t)["nodeproxy-v1.2.3.cdx.json"]), cdx.BOMFileFormatJSON).Decode(&bom))
 	byRef := map[string]cdx.Component{}
 	for _, c := range *bom.Components {
 		byRef[c.BOMRef] = c
@@ -278,24 +255,18 @@ func TestMaterials(t *testing.T) {
 func TestRefused(t *testing.T) {
 	put := func(content string) func(*release) {
 		return func(r *release) {
-			if err := os.WriteFile(r.manifests[0].file, []byte(content), 0o644); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, os.WriteFile(r.manifests[0].file, []byte(content), 0o644))
 		}
 	}
 	chart := func(file, content string) func(*release) {
 		return func(r *release) {
-			if err := os.WriteFile(filepath.Join(r.chart, file), []byte(content), 0o644); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, os.WriteFile(filepath.Join(r.chart, file), []byte(content), 0o644))
 		}
 	}
 	root := func(files ...oci.File) func(*release) {
 		return func(r *release) {
 			content, err := oci.Tar(files, time.Now())
-			if err := errors.Join(err, os.WriteFile(r.roots[0].file, content, 0o644)); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, errors.Join(err, os.WriteFile(r.roots[0].file, content, 0o644)))
 		}
 	}
 	for what, c := range map[string]struct {
@@ -341,13 +312,9 @@ func TestRefused(t *testing.T) {
 // TestSPDX: Debian's names of licenses get identifiers that SPDX has.
 func TestSPDX(t *testing.T) {
 	dir, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}", "github.com/CycloneDX/cyclonedx-go").Output()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	list, err := os.ReadFile(filepath.Join(strings.TrimSpace(string(dir)), "schema", "spdx.schema.json"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for _, name := range slices.AppendSeq([]string{"GPL-1+", "GPL-2", "GPL-2.0+", "GPL-3+", "LGPL-2+", "LGPL-2.1", "LGPL-3"}, maps.Keys(others)) {
 		if l := spdx(name); l.Name != "" || !strings.Contains(string(list), `"`+l.ID+`"`) {
 			t.Errorf("%s is %+v", name, l)
@@ -361,14 +328,10 @@ func TestSPDX(t *testing.T) {
 // TestLicenses: the licenses of all modules that the program is made of are found, so that a release can be made of them.
 func TestLicenses(t *testing.T) {
 	list, err := exec.Command("go", "list", "-deps", "-f", "{{with .Module}}{{if .Version}}{{.Path}}@{{.Version}}{{end}}{{end}}", "nodeproxy/cmd/nodeproxy").Output()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	modules := slices.Compact(slices.Sorted(slices.Values(strings.Fields(string(list)))))
 	known, err := licensesOf(modules)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if len(known) != len(modules) || len(known) < 10 {
 		t.Errorf("the licenses of %d of %d modules", len(known), len(modules))
 	}

@@ -7,6 +7,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/stretchr/testify/require"
 )
 
 // TestSupport: docs/support.md says what the tests try, no less and no more.
@@ -14,9 +16,7 @@ func TestSupport(t *testing.T) {
 	read := func(path string) string {
 		t.Helper()
 		content, err := os.ReadFile("../../" + path)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		return string(content)
 	}
 	doc := read("docs/support.md")

@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	discovery "k8s.io/api/discovery/v1"
 
 	"nodeproxy/e2e/harness"
@@ -218,9 +219,7 @@ func TestFreshEndpoints(t *testing.T) {
 func readManifests(t *testing.T, dir string) (services map[string]string, endpoints map[string][]string, local int) {
 	t.Helper()
 	batch, err := manifest.Load(manifest.Config{Path: dir})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	services, endpoints = map[string]string{}, map[string][]string{}
 	for _, s := range batch.Services {
 		services[s.Name] = s.Spec.ClusterIP
@@ -240,9 +239,7 @@ func readManifests(t *testing.T, dir string) (services map[string]string, endpoi
 func newManifests(t *testing.T, sizes ...int) *manifests {
 	t.Helper()
 	dir := filepath.Join(t.TempDir(), "manifests")
-	if err := os.Mkdir(dir, 0o755); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.Mkdir(dir, 0o755))
 	return writeManifests(dir, sizes...)
 }
 
@@ -273,9 +270,7 @@ func TestChangeDoesNothingUntilReplaced(t *testing.T) {
 	if _, got, _ := readManifests(t, m.dir); got[s.name][0] != was.String() {
 		t.Errorf("before replace: %s, want %s", got[s.name][0], was)
 	}
-	if err := replace(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, replace())
 	if _, got, _ := readManifests(t, m.dir); got[s.name][0] != s.endpoints[0].String() || s.endpoints[0] == was {
 		t.Errorf("after replace: %s, want %s", got[s.name][0], s.endpoints[0])
 	}
@@ -287,9 +282,7 @@ func TestProbeAll(t *testing.T) {
 	w := harness.New(t, harness.Options{Pods: []int{2}, Ports: []uint16{}})
 	client, server := w.Pod("n1a"), w.Pod("n1b")
 	greeter, err := probe.Serve(server.Netns, servicePort)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(greeter.Close)
 	begun := time.Now()
 	first, second := server.IP4, endpointRange.Addr().Next()
@@ -310,9 +303,7 @@ func TestProbeAll(t *testing.T) {
 		took, err = probeAll(made, nil, harness.Limit)
 		return err
 	})
-	if err := errors.Join(err, <-taken); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, errors.Join(err, <-taken))
 	if len(took) != 2 || took[0] >= took[1] || took[1] < effective {
 		t.Errorf("changes seen after %v, want the first before, the second after %v", took, effective)
 	}

@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/resource"
@@ -62,9 +63,7 @@ func newLab(t *testing.T, variant harness.Variant) *lab {
 	w := harness.New(t, harness.Options{})
 	w.DaemonEnv = impatient
 	cp, err := Start(w, w.Nodes[2].Host)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() {
 		if t.Failed() {
 			t.Log(cp.Logs())
@@ -81,9 +80,7 @@ func newLab(t *testing.T, variant harness.Variant) *lab {
 		status.Conditions = []v1.NodeCondition{{Type: v1.NodeReady, Status: v1.ConditionTrue}}
 		status.Allocatable = v1.ResourceList{v1.ResourceCPU: resource.MustParse("2")}
 		made, err := cp.Admin.CoreV1().Nodes().Create(t.Context(), node, metav1.CreateOptions{})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		made.Status = status
 		if _, err := cp.Admin.CoreV1().Nodes().UpdateStatus(t.Context(), made, metav1.UpdateOptions{}); err != nil {
 			t.Fatal(err)
@@ -173,9 +170,7 @@ func printTable() {
 
 func (s *scenario) must(err error) {
 	s.Helper()
-	if err != nil {
-		s.Fatal(err)
-	}
+	require.NoError(s, err)
 }
 
 // service creates the Service web: TCP port 80 to the pods' 8080, for pods with label app=web. The changes given are

@@ -7,6 +7,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	authorization "k8s.io/api/authorization/v1"
 	v1 "k8s.io/api/core/v1"
 	networkingv1 "k8s.io/api/networking/v1"
@@ -25,9 +26,7 @@ func TestRights(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, harness.NFT)
 	client, err := kubernetes.NewForConfig(l.cp.Via(l.Node1().Netns, &rest.Config{BearerToken: l.token}))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	l.run(t, "rights-are-the-documented-ones", func(s *scenario) {
 		everywhere := []string{
 			"/nodes: get list watch", "/services: list watch",

@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	v1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
@@ -307,9 +308,7 @@ func (s *scenario) talk(to netip.AddrPort) (stop func()) {
 	return func() {
 		s.Helper()
 		cancel()
-		if err := <-ended; err != nil {
-			s.Error(err)
-		}
+		assert.NoError(s, <-ended)
 	}
 }
 

@@ -6,6 +6,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/stretchr/testify/require"
 )
 
 // TestDemoDeps: "make demo" installs what the demo needs in its mode, and nothing that only tests need.
@@ -32,9 +34,7 @@ func TestDemoDeps(t *testing.T) {
 		cmd := exec.Command("../../hack/install-deps", "demo", mode)
 		cmd.Env = append(os.Environ(), "LIST=1")
 		out, err := cmd.Output()
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		got := strings.Fields(string(out))
 		slices.Sort(got)
 		if strings.Join(got, " ") != want {

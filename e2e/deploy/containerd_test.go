@@ -13,6 +13,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 )
 
@@ -82,10 +85,10 @@ bin_dir = "/usr/lib/cni"
 func startContainerd(t *testing.T, w *harness.World, node *harness.Node) *containerd {
 	t.Helper()
 	archive, err := image()
-	must(t, err)
+	require.NoError(t, err)
 	d := newContainerd(t, w, node, `"io.containerd.grpc.v1.cri", `)
-	must(t, d.boot(""))
-	must(t, d.importImages(archive))
+	require.NoError(t, d.boot(""))
+	require.NoError(t, d.importImages(archive))
 	return d
 }
 
@@ -93,8 +96,8 @@ func startContainerd(t *testing.T, w *harness.World, node *harness.Node) *contai
 func newContainerd(t *testing.T, w *harness.World, node *harness.Node, without string) *containerd {
 	t.Helper()
 	d := &containerd{node: node, dir: filepath.Join(w.Dir, "containerd")}
-	must(t, os.Mkdir(d.dir, 0o755))
-	must(t, os.WriteFile(d.file("config.toml"), fmt.Appendf(nil, containerdConfig, d.dir, without), 0o644))
+	require.NoError(t, os.Mkdir(d.dir, 0o755))
+	require.NoError(t, os.WriteFile(d.file("config.toml"), fmt.Appendf(nil, containerdConfig, d.dir, without), 0o644))
 	t.Cleanup(func() {
 		if t.Failed() {
 			text, _ := os.ReadFile(d.file("log"))
@@ -102,9 +105,7 @@ func newContainerd(t *testing.T, w *harness.World, node *harness.Node, without s
 		}
 		d.kill()
 		// Not before the kernel has ended all containers.
-		if err := eventually(3*time.Minute, func() error { return os.RemoveAll(d.dir) }); err != nil {
-			t.Errorf("%s can't be removed: %v", d.dir, err)
-		}
+		assert.NoError(t, eventually(3*time.Minute, func() error { return os.RemoveAll(d.dir) }), "%s can't be removed", d.dir)
 	})
 	return d
 }

@@ -5,6 +5,7 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	apps "k8s.io/api/apps/v1"
 	v1 "k8s.io/api/core/v1"
 	"sigs.k8s.io/yaml"
@@ -18,13 +19,9 @@ func daemonSet(t testing.TB, text string) *apps.DaemonSet {
 		t.Fatalf("no DaemonSet in\n%s", text)
 	}
 	raw, err := yaml.Marshal(o)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var ds apps.DaemonSet
-	if err := yaml.UnmarshalStrict(raw, &ds); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, yaml.UnmarshalStrict(raw, &ds))
 	return &ds
 }
 

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"golang.org/x/net/dns/dnsmessage"
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
@@ -39,7 +40,7 @@ const podNetwork = `{
 func TestHelm(t *testing.T) {
 	t.Parallel()
 	m := newMachine(t, harness.NFTables)
-	must(t, os.WriteFile(m.file("cni/pods.conflist"), fmt.Appendf(nil, podNetwork, m.file("addresses")), 0o644))
+	require.NoError(t, os.WriteFile(m.file("cni/pods.conflist"), fmt.Appendf(nil, podNetwork, m.file("addresses")), 0o644))
 	helm := func(args ...string) (string, error) {
 		return m.node.Output(tool(t, "helm"), append([]string{"--namespace=kube-system", "--kubeconfig=" + filepath.Join(m.Dir, "kubectl", "config")}, args...)...)
 	}
@@ -47,23 +48,23 @@ func TestHelm(t *testing.T) {
 	_, err := helm("install", "nodeproxy", project(t, "deploy", "chart"), "--wait", "--timeout="+patient.String(), "--set=config.mode=nftables",
 		"--set=apiServer.host="+m.cp.Address().Addr().String(), fmt.Sprintf("--set=apiServer.port=%d", m.cp.Address().Port()),
 		"--set=image.repository="+image, "--set=image.tag="+tag)
-	must(t, err)
+	require.NoError(t, err)
 	m.serves(t)
 
 	kubernetes, err := m.cp.Admin.CoreV1().Services("default").Get(t.Context(), "kubernetes", metav1.GetOptions{})
-	must(t, err)
+	require.NoError(t, err)
 	m.serveDNS(t, "kubernetes.default.svc.cluster.local.", netip.MustParseAddr(kubernetes.Spec.ClusterIP))
 	out, err := helm("test", "nodeproxy")
 	if err != nil || !strings.Contains(out, "Succeeded") {
 		t.Errorf("helm test: %v\n%s", err, out)
 	}
 
-	must(t, m.cp.Admin.DiscoveryV1().EndpointSlices("kube-system").Delete(t.Context(), "kube-dns-v4", metav1.DeleteOptions{}))
+	require.NoError(t, m.cp.Admin.DiscoveryV1().EndpointSlices("kube-system").Delete(t.Context(), "kube-dns-v4", metav1.DeleteOptions{}))
 	if out, err := helm("test", "nodeproxy"); err == nil {
 		t.Errorf("helm test without DNS: %s", out)
 	}
 	_, err = helm("uninstall", "nodeproxy", "--wait")
-	must(t, err)
+	require.NoError(t, err)
 }
 
 // serveDNS makes the cluster's DNS, which knows one name, a Service with an endpoint in pod n1a.
@@ -71,7 +72,7 @@ func (m *machine) serveDNS(t *testing.T, name string, address netip.Addr) {
 	t.Helper()
 	pod := m.Pod("n1a")
 	var conn net.PacketConn
-	must(t, pod.Do(func() (err error) {
+	require.NoError(t, pod.Do(func() (err error) {
 		conn, err = net.ListenPacket("udp", netip.AddrPortFrom(pod.IP4, 53).String())
 		return err
 	}))
@@ -107,14 +108,14 @@ func (m *machine) serveDNS(t *testing.T, name string, address netip.Addr) {
 		s.Spec.Ports[0].TargetPort.IntVal = 53
 	})
 	_, err := m.cp.Admin.CoreV1().Services(svc.Namespace).Create(t.Context(), svc, metav1.CreateOptions{})
-	must(t, err)
+	require.NoError(t, err)
 	for _, o := range harness.Slices(svc, m.Ready("n1a")...) {
 		if slice := o.(*discovery.EndpointSlice); slice.AddressType == discovery.AddressTypeIPv4 {
 			_, err := m.cp.Admin.DiscoveryV1().EndpointSlices(slice.Namespace).Create(t.Context(), slice, metav1.CreateOptions{})
-			must(t, err)
+			require.NoError(t, err)
 		}
 	}
-	must(t, eventually(harness.Limit, func() error {
+	require.NoError(t, eventually(harness.Limit, func() error {
 		out, err := m.node.Output("nft", "list", "map", "ip", "nodeproxy", "services")
 		if err == nil && !strings.Contains(out, clusterDNS) {
 			err = errors.New("no rule for DNS:\n" + out)

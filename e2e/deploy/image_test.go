@@ -12,6 +12,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 )
 
@@ -24,16 +26,16 @@ func TestImage(t *testing.T) {
 	w := harness.New(t, harness.Options{Pods: []int{0}})
 	d := startContainerd(t, w, w.Node1())
 	archive, err := image()
-	must(t, err)
+	require.NoError(t, err)
 	first, err := os.ReadFile(archive)
-	must(t, err)
+	require.NoError(t, err)
 	if len(first) > mostImage {
 		t.Errorf("the image has %d bytes, want at most %d", len(first), mostImage)
 	}
 	again := filepath.Join(w.Dir, "again.tar")
-	must(t, buildImage(again))
+	require.NoError(t, buildImage(again))
 	second, err := os.ReadFile(again)
-	must(t, err)
+	require.NoError(t, err)
 	if !bytes.Equal(first, second) {
 		t.Errorf("two builds differ: %d and %d bytes", len(first), len(second))
 	}
@@ -76,7 +78,7 @@ func checkLibraries(t *testing.T, archive []byte) {
 			there[path.Base(name)] = true
 			if f, err := elf.NewFile(bytes.NewReader(content)); err == nil {
 				libraries, err := f.ImportedLibraries()
-				must(t, err)
+				require.NoError(t, err)
 				wanted[name] = libraries
 			}
 		})
@@ -100,9 +102,9 @@ func eachFile(t *testing.T, archive io.Reader, do func(name string, content []by
 		if err == io.EOF {
 			return
 		}
-		must(t, err)
+		require.NoError(t, err)
 		content, err := io.ReadAll(in)
-		must(t, err)
+		require.NoError(t, err)
 		do(h.Name, content)
 	}
 }

@@ -14,6 +14,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	apps "k8s.io/api/apps/v1"
 	v1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
@@ -30,7 +32,7 @@ import (
 func commandsOf(t *testing.T, page string) map[string][]string {
 	t.Helper()
 	text, err := os.ReadFile(project(t, "docs", "install", page+".md"))
-	must(t, err)
+	require.NoError(t, err)
 	out, section := map[string][]string{}, ""
 	for line := range strings.Lines(string(text)) {
 		line = strings.TrimRight(line, "\n")
@@ -69,7 +71,7 @@ func newInstallation(t *testing.T, cp *cluster.ControlPlane, kubectl *kubectl, p
 	t.Helper()
 	i := &installation{player: &player{cp: cp, ending: map[types.UID]time.Time{}}, kubectl: kubectl, pages: commandsOf(t, page), dir: t.TempDir()}
 	text, err := os.ReadFile(project(t, "install", "testdata", kind+".yaml"))
-	must(t, err)
+	require.NoError(t, err)
 	replaced := strings.NewReplacer("https://10.0.0.5:6443", cp.URL(), "https://0123456789abcdef.gr7.eu-west-1.eks.amazonaws.com", cp.URL(),
 		"  managedFields: [{manager: eks, operation: Apply, apiVersion: apps/v1}]\n", "", // It is not for clients to set.
 		"maxPerCore: null", "maxPerCore: 0", // The size of the table is the machine's: no namespace can set it.
@@ -81,24 +83,22 @@ func newInstallation(t *testing.T, cp *cluster.ControlPlane, kubectl *kubectl, p
 			Kind     string
 			Metadata metav1.ObjectMeta
 		}
-		must(t, yaml.Unmarshal([]byte(doc), &o))
+		require.NoError(t, yaml.Unmarshal([]byte(doc), &o))
 		switch o.Kind {
 		case "Node":
 			i.describeNodes(t, doc)
 		case "Pod":
-			must(t, yaml.Unmarshal([]byte(doc), &i.static))
+			require.NoError(t, yaml.Unmarshal([]byte(doc), &i.static))
 		case "ConfigMap", "DaemonSet":
 			described = append(described, doc)
 		}
 	}
 	if len(described) > 0 {
 		file := filepath.Join(i.dir, "cluster.yaml")
-		must(t, os.WriteFile(file, []byte(strings.Join(described, "\n---\n")), 0o644))
-		must(t, i.shell("kubectl apply --server-side -f cluster.yaml"))
+		require.NoError(t, os.WriteFile(file, []byte(strings.Join(described, "\n---\n")), 0o644))
+		require.NoError(t, i.shell("kubectl apply --server-side -f cluster.yaml"))
 		t.Cleanup(func() {
-			if err := i.shell("kubectl delete --ignore-not-found -f cluster.yaml"); err != nil {
-				t.Error(err)
-			}
+			assert.NoError(t, i.shell("kubectl delete --ignore-not-found -f cluster.yaml"))
 		})
 	}
 	return i
@@ -108,20 +108,20 @@ func newInstallation(t *testing.T, cp *cluster.ControlPlane, kubectl *kubectl, p
 func (i *installation) describeNodes(t *testing.T, doc string) {
 	t.Helper()
 	var like v1.Node
-	must(t, yaml.Unmarshal([]byte(doc), &like))
+	require.NoError(t, yaml.Unmarshal([]byte(doc), &like))
 	api := i.cp.Admin.CoreV1().Nodes()
 	list, err := api.List(t.Context(), metav1.ListOptions{})
-	must(t, err)
+	require.NoError(t, err)
 	for _, n := range list.Items {
 		n.Labels, n.Annotations, n.Spec.Taints = maps.Clone(like.Labels), like.Annotations, nil
 		n.Labels[v1.LabelHostname] = n.Name
 		changed, err := api.Update(t.Context(), &n, metav1.UpdateOptions{})
-		must(t, err)
+		require.NoError(t, err)
 		changed.Status.NodeInfo.KubeletVersion, changed.Status.NodeInfo.OSImage = like.Status.NodeInfo.KubeletVersion, like.Status.NodeInfo.OSImage
 		changed.Status.Conditions = []v1.NodeCondition{{Type: v1.NodeReady, Status: v1.ConditionTrue}}
 		changed.Status.Allocatable = v1.ResourceList{"cpu": resource.MustParse("4"), "memory": resource.MustParse("8Gi"), "pods": resource.MustParse("100")}
 		_, err = api.UpdateStatus(t.Context(), changed, metav1.UpdateOptions{})
-		must(t, err)
+		require.NoError(t, err)
 	}
 }
 
@@ -192,14 +192,10 @@ func (i *installation) run(t *testing.T, step string, commands []string) {
 		default:
 			err = i.while(t.Context(), func() error { return i.shell(command) })
 		}
-		if err != nil {
-			t.Fatalf("%s: %s: %v", step, command, err)
-		}
+		require.NoError(t, err, "%s: %s", step, command)
 		t.Logf("%s: %v for %s", step, time.Since(begun).Round(time.Millisecond), command)
 	}
-	if err := i.settle(t.Context()); err != nil {
-		t.Fatalf("%s: %v", step, err)
-	}
+	require.NoError(t, i.settle(t.Context()), "%s", step)
 	t.Logf("%s: no node was without a pod of this or another proxy, or of the cleanup, for longer than %v, one that ran for longer than %v, or one that was ready for longer than %v",
 		step, i.bound.longest.Round(time.Millisecond), i.running.longest.Round(time.Millisecond), i.ready.longest.Round(time.Millisecond))
 }
@@ -208,7 +204,7 @@ func (i *installation) run(t *testing.T, step string, commands []string) {
 func (i *installation) kubeProxy(t *testing.T) *apps.DaemonSet {
 	t.Helper()
 	ds, err := i.cp.Admin.AppsV1().DaemonSets("kube-system").Get(t.Context(), "kube-proxy", metav1.GetOptions{})
-	must(t, err)
+	require.NoError(t, err)
 	out := &apps.DaemonSet{ObjectMeta: metav1.ObjectMeta{Annotations: ds.Annotations, Labels: ds.Labels}, Spec: ds.Spec}
 	delete(out.Annotations, "deprecated.daemonset.template.generation")
 	return out
@@ -218,13 +214,13 @@ func (i *installation) kubeProxy(t *testing.T) *apps.DaemonSet {
 func (i *installation) nothingLeft(t *testing.T) {
 	t.Helper()
 	sets, err := i.cp.Admin.AppsV1().DaemonSets("kube-system").List(t.Context(), metav1.ListOptions{})
-	must(t, err)
+	require.NoError(t, err)
 	for _, ds := range sets.Items {
 		if ds.Name != "kube-proxy" {
 			t.Errorf("DaemonSet %s is left", ds.Name)
 		}
 	}
-	must(t, i.until(t.Context(), func() error {
+	require.NoError(t, i.until(t.Context(), func() error {
 		pods, err := i.cp.Admin.CoreV1().Pods("kube-system").List(t.Context(), metav1.ListOptions{})
 		for _, pod := range pods.Items {
 			if pod.Labels["k8s-app"] != "kube-proxy" && pod.Labels["component"] != "kube-proxy" {
@@ -241,9 +237,7 @@ func (i *installation) nothingLeft(t *testing.T) {
 		gone(i.cp.Admin.RbacV1().RoleBindings("kube-system").Get(t.Context(), "nodeproxy", metav1.GetOptions{})),
 		gone(i.cp.Admin.CoreV1().ServiceAccounts("kube-system").Get(t.Context(), "nodeproxy", metav1.GetOptions{})),
 	} {
-		if err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, err)
 	}
 }
 
@@ -259,12 +253,12 @@ func controlled(t *testing.T) (*cluster.ControlPlane, *kubectl) {
 	t.Helper()
 	w := harness.New(t, harness.Options{})
 	cp, err := cluster.Start(w, w.Nodes[2].Host, "daemonset-controller", "garbage-collector-controller")
-	must(t, err)
+	require.NoError(t, err)
 	t.Cleanup(cp.Close)
 	k := &kubectl{path: tool(t, "kubectl"), node: w.Node1(), dir: w.Dir}
-	must(t, k.login(cp))
-	must(t, createService(t.Context(), cp, w, w.Nodes...))
-	must(t, cp.StartScheduler())
+	require.NoError(t, k.login(cp))
+	require.NoError(t, createService(t.Context(), cp, w, w.Nodes...))
+	require.NoError(t, cp.StartScheduler())
 	return cp, k
 }
 
@@ -286,12 +280,12 @@ func TestInstallPages(t *testing.T) {
 				i.instead = i.azure(t.Context())
 			case "rke2":
 				i.instead = i.rancher(t.Context())
-				must(t, i.instead("rm"))
+				require.NoError(t, i.instead("rm"))
 			case "k3s": // It has none.
 			default:
 				before = i.kubeProxy(t)
 			}
-			must(t, i.settle(t.Context()))
+			require.NoError(t, i.settle(t.Context()))
 			i.do(t, "Install")
 			i.do(t, "Check")
 			i.do(t, "Roll back")

@@ -10,6 +10,8 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 )
 
@@ -21,9 +23,7 @@ func TestMain(m *testing.M) {
 func project(t testing.TB, elements ...string) string {
 	t.Helper()
 	root, err := harness.ProjectDir()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return filepath.Join(append([]string{root}, elements...)...)
 }
 
@@ -34,9 +34,7 @@ var toolsDir = sync.OnceValues(func() (string, error) { return harness.Made("e2e
 func tool(t testing.TB, name string) string {
 	t.Helper()
 	dir, err := toolsDir()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return filepath.Join(dir, name)
 }
 
@@ -44,9 +42,7 @@ func tool(t testing.TB, name string) string {
 func output(t testing.TB, name string, args ...string) string {
 	t.Helper()
 	out, err := attempt(name, args...)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return out
 }
 

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/yaml"
@@ -20,10 +21,10 @@ func TestManifests(t *testing.T) {
 	t.Parallel()
 	w := harness.New(t, harness.Options{Pods: []int{0}})
 	cp, err := cluster.Start(w, w.Node1().Host)
-	must(t, err)
+	require.NoError(t, err)
 	t.Cleanup(cp.Close)
 	k := &kubectl{path: tool(t, "kubectl"), node: w.Node1(), dir: w.Dir}
-	must(t, k.login(cp))
+	require.NoError(t, k.login(cp))
 
 	for _, mode := range modes {
 		k.applies(t, mode.overlay, "", "--kustomize="+project(t, "deploy", mode.overlay))
@@ -75,9 +76,9 @@ func (k *kubectl) chart(t *testing.T, cp *cluster.ControlPlane, w *harness.World
 		"kubeconfig.conf": "apiVersion: v1\nkind: Config\n",
 	}}
 	_, err := cp.Admin.CoreV1().ConfigMaps("kube-system").Create(t.Context(), kubeProxy, metav1.CreateOptions{})
-	must(t, err)
+	require.NoError(t, err)
 	out, err := template(existing)
-	must(t, err)
+	require.NoError(t, err)
 	pod := daemonSet(t, out).Spec.Template
 	if len(pod.Spec.InitContainers) != 1 || pod.Annotations["nodeproxy/mode"] != "ipvs" {
 		t.Errorf("the mode of the ConfigMap is not the pods': %+v", pod)
@@ -100,21 +101,21 @@ func (k *kubectl) chart(t *testing.T, cp *cluster.ControlPlane, w *harness.World
 	tests := output(t, tool(t, "helm"), "template", "nodeproxy", chart, "--namespace=kube-system", "--show-only=templates/tests/cluster-ip.yaml")
 	_, err = cp.Admin.CoreV1().ServiceAccounts("kube-system").Create(t.Context(),
 		&v1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Name: "nodeproxy"}}, metav1.CreateOptions{})
-	must(t, err)
+	require.NoError(t, err)
 	k.applies(t, "helm test", tests, "--filename=-")
 	// No DNS and no kubelet here: the command of the test's pod, with a kubeconfig of this control plane.
 	_, err = cp.Admin.CoreV1().Nodes().Create(t.Context(), w.NodeObject(w.Node1(), nil), metav1.CreateOptions{})
-	must(t, err)
+	require.NoError(t, err)
 	raw, err := yaml.Marshal(objects(t, tests)["Pod kube-system/nodeproxy-test"])
-	must(t, err)
+	require.NoError(t, err)
 	var testPod v1.Pod
-	must(t, yaml.UnmarshalStrict(raw, &testPod))
+	require.NoError(t, yaml.UnmarshalStrict(raw, &testPod))
 	args := testPod.Spec.Containers[0].Args
 	for i, arg := range args {
 		args[i] = strings.NewReplacer("$(NODE_NAME)", "node1", "/etc/nodeproxy-test/kubeconfig", config).Replace(arg)
 	}
 	binary, err := harness.Binary()
-	must(t, err)
+	require.NoError(t, err)
 	out, err = k.node.Output(binary, args...)
 	if err != nil || !strings.Contains(out, "kubernetes") {
 		t.Errorf("nodeproxy %q: %v %s", args, err, out)

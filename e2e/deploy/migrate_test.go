@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	apps "k8s.io/api/apps/v1"
 	v1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -20,12 +21,12 @@ func TestMigrationCommands(t *testing.T) {
 	t.Parallel()
 	w := harness.New(t, harness.Options{Pods: []int{0}})
 	cp, err := cluster.Start(w, w.Node1().Host)
-	must(t, err)
+	require.NoError(t, err)
 	t.Cleanup(cp.Close)
 	k := &kubectl{path: tool(t, "kubectl"), node: w.Node1(), dir: w.Dir}
-	must(t, k.login(cp))
+	require.NoError(t, k.login(cp))
 	_, err = cp.Admin.CoreV1().Nodes().Create(t.Context(), w.NodeObject(w.Node1(), nil), metav1.CreateOptions{})
-	must(t, err)
+	require.NoError(t, err)
 	labels := map[string]string{"k8s-app": "kube-proxy"}
 	_, err = cp.Admin.AppsV1().DaemonSets("kube-system").Create(t.Context(), &apps.DaemonSet{
 		ObjectMeta: metav1.ObjectMeta{Name: "kube-proxy"},
@@ -40,17 +41,17 @@ func TestMigrationCommands(t *testing.T) {
 			},
 		},
 	}, metav1.CreateOptions{})
-	must(t, err)
+	require.NoError(t, err)
 	pod := func(name string) v1.PodSpec {
 		t.Helper()
 		ds, err := cp.Admin.AppsV1().DaemonSets("kube-system").Get(t.Context(), name, metav1.GetOptions{})
-		must(t, err)
+		require.NoError(t, err)
 		return ds.Spec.Template.Spec
 	}
 	label := func() string {
 		t.Helper()
 		node, err := cp.Admin.CoreV1().Nodes().Get(t.Context(), "node1", metav1.GetOptions{})
-		must(t, err)
+		require.NoError(t, err)
 		return node.Labels["service-proxy"]
 	}
 
@@ -60,7 +61,7 @@ func TestMigrationCommands(t *testing.T) {
 		if len(commands) == 0 || !strings.HasPrefix(commands[0], beginning) {
 			t.Fatalf("the next command is not %s: %q", beginning, commands)
 		}
-		must(t, k.shell(project(t), commands[0]))
+		require.NoError(t, k.shell(project(t), commands[0]))
 		commands = commands[1:]
 	}
 
@@ -108,7 +109,7 @@ func TestMigrationCommands(t *testing.T) {
 func documented(t *testing.T) []string {
 	t.Helper()
 	text, err := os.ReadFile(project(t, "docs", "migrate-from-kube-proxy.md"))
-	must(t, err)
+	require.NoError(t, err)
 	var out []string
 	open := false
 	for line := range strings.Lines(string(text)) {

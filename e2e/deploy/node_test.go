@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	apps "k8s.io/api/apps/v1"
 	v1 "k8s.io/api/core/v1"
 	rbac "k8s.io/api/rbac/v1"
@@ -101,14 +102,14 @@ func newMachine(t *testing.T, mode harness.Mode) *machine {
 	t.Helper()
 	w := harness.New(t, harness.Options{})
 	cp, err := cluster.Start(w, w.Nodes[2].Host, "daemonset-controller", "garbage-collector-controller", cluster.ServiceAccounts, cluster.RootCA)
-	must(t, err)
+	require.NoError(t, err)
 	t.Cleanup(cp.Close)
 	m := &machine{World: w, cp: cp, kubectl: &kubectl{path: tool(t, "kubectl"), node: w.Node1(), dir: w.Dir}, mode: mode}
-	must(t, m.kubectl.login(cp))
-	must(t, createService(t.Context(), cp, w, w.Node1()))
-	must(t, cp.StartScheduler())
+	require.NoError(t, m.kubectl.login(cp))
+	require.NoError(t, createService(t.Context(), cp, w, w.Node1()))
+	require.NoError(t, cp.StartScheduler())
 	archives, err := images()
-	must(t, err)
+	require.NoError(t, err)
 	t.Cleanup(func() {
 		if t.Failed() {
 			text, _ := os.ReadFile(m.file("kubelet.log"))
@@ -117,12 +118,12 @@ func newMachine(t *testing.T, mode harness.Mode) *machine {
 	})
 	m.containerd = newContainerd(t, w, w.Node1(), "")
 	for _, name := range []string{"lib/kubelet", "logs"} {
-		must(t, os.MkdirAll(m.file(name), 0o755))
+		require.NoError(t, os.MkdirAll(m.file(name), 0o755))
 	}
-	must(t, os.WriteFile(m.file("kubelet.yaml"), []byte(kubeletConfig), 0o644))
-	must(t, m.boot())
-	must(t, m.importImages(archives...))
-	must(t, m.startKubelet())
+	require.NoError(t, os.WriteFile(m.file("kubelet.yaml"), []byte(kubeletConfig), 0o644))
+	require.NoError(t, m.boot())
+	require.NoError(t, m.importImages(archives...))
+	require.NoError(t, m.startKubelet())
 	return m
 }
 
@@ -174,8 +175,8 @@ func (m *machine) startKubelet() error {
 func (m *machine) powerFails(t *testing.T) {
 	t.Helper()
 	m.kill()
-	must(t, forget(m.node))
-	must(t, m.node.Sysctl("net/ipv4/conf/all/route_localnet", "0"))
+	require.NoError(t, forget(m.node))
+	require.NoError(t, m.node.Sysctl("net/ipv4/conf/all/route_localnet", "0"))
 	to := netip.AddrPortFrom(harness.AddressesOf(1).ClusterIP4, harness.ServicePort)
 	if answer := m.Pod("n1b").Ask("tcp", to, time.Second); answer.Outcome == harness.Answered {
 		t.Fatalf("the Service is answered without power: %v", answer)
@@ -198,8 +199,8 @@ conntrack -F`)
 // comesUp starts the node again.
 func (m *machine) comesUp(t *testing.T) {
 	t.Helper()
-	must(t, m.boot())
-	must(t, m.startKubelet())
+	require.NoError(t, m.boot())
+	require.NoError(t, m.startKubelet())
 }
 
 // patient is how long a kubelet may take to bring up a pod on a busy machine: it tries again after pauses that grow.
@@ -208,7 +209,7 @@ const patient = 2 * harness.Limit
 // serves waits until the Service answers.
 func (m *machine) serves(t *testing.T) {
 	t.Helper()
-	must(t, eventually(patient, func() error { return answers(m.World, m.mode) }))
+	require.NoError(t, eventually(patient, func() error { return answers(m.World, m.mode) }))
 }
 
 // underLoad does something while requests are sent, of which none may fail.
@@ -238,7 +239,7 @@ func underLoad(t *testing.T, w *harness.World, what string, do func()) {
 
 func (m *machine) shell(t *testing.T, command string) {
 	t.Helper()
-	must(t, m.kubectl.shell(project(t), command))
+	require.NoError(t, m.kubectl.shell(project(t), command))
 }
 
 // TestNode: a real kubelet runs the pods of the manifests' DaemonSet, with the capabilities, probes and mounts that they ask for. A changed ConfigMap takes
@@ -264,7 +265,7 @@ func TestNode(t *testing.T) {
 				address.Addr(), address.Port()))
 			const lastArgument = "- --sysctl-dir=/host/proc/sys\n"
 			rendered := strings.Replace(kustomized(t, "overlays/"+string(test.mode)), lastArgument, lastArgument+"        - --iptables-backend="+string(test.variant)+"\n", 1)
-			must(t, os.WriteFile(m.file("nodeproxy.yaml"), []byte(rendered), 0o644))
+			require.NoError(t, os.WriteFile(m.file("nodeproxy.yaml"), []byte(rendered), 0o644))
 			m.shell(t, "kubectl apply -f "+m.file("nodeproxy.yaml"))
 			m.serves(t)
 			m.shell(t, rolledOut)
@@ -278,8 +279,8 @@ func TestNode(t *testing.T) {
 			m.cp.APIServer.Kill()
 			m.powerFails(t)
 			m.comesUp(t)
-			must(t, eventually(patient, func() error { _, err := m.run("curl", "-s", "http://127.0.0.1:10248/healthz"); return err }))
-			must(t, m.cp.StartAPIServer())
+			require.NoError(t, eventually(patient, func() error { _, err := m.run("curl", "-s", "http://127.0.0.1:10248/healthz"); return err }))
+			require.NoError(t, m.cp.StartAPIServer())
 			begun := time.Now()
 			m.serves(t)
 			t.Logf("the Service answers %v after the API server", time.Since(begun).Round(time.Second/10))
@@ -301,7 +302,7 @@ func (m *machine) checkPod(t *testing.T, ds *apps.DaemonSet) {
 	proc := func(file string) string {
 		t.Helper()
 		out, err := m.run("sh", "-ec", `cat "$(dirname "$(grep -lz '^--sysctl-dir=' /proc/[0-9]*/cmdline)")/`+file+`"`)
-		must(t, err)
+		require.NoError(t, err)
 		return out
 	}
 	var want uint64
@@ -334,7 +335,7 @@ func (m *machine) checkPod(t *testing.T, ds *apps.DaemonSet) {
 	}
 
 	pods, err := m.cp.Admin.CoreV1().Pods(metav1.NamespaceSystem).List(t.Context(), metav1.ListOptions{LabelSelector: metav1.FormatLabelSelector(ds.Spec.Selector)})
-	must(t, err)
+	require.NoError(t, err)
 	for _, pod := range pods.Items {
 		if restarts := pod.Status.ContainerStatuses[0].RestartCount; restarts > 0 {
 			t.Errorf("pod %s was restarted %d times", pod.Name, restarts)
@@ -364,22 +365,22 @@ func (m *machine) changes(t *testing.T, variant harness.Variant) {
 	t.Helper()
 	configs := m.cp.Admin.CoreV1().ConfigMaps(metav1.NamespaceSystem)
 	config, err := configs.Get(t.Context(), "nodeproxy", metav1.GetOptions{})
-	must(t, err)
+	require.NoError(t, err)
 	config.Data["config.yaml"] += string(m.mode) + ": {masqueradeBit: 13}\n"
 	_, err = configs.Update(t.Context(), config, metav1.UpdateOptions{})
-	must(t, err)
+	require.NoError(t, err)
 	list, bit := []string{variant.Tool("iptables") + "-save", "-t", "nat"}, "0x2000/0x2000"
 	if m.mode == harness.NFTables {
 		list, bit = []string{"nft", "list", "table", "ip", "nodeproxy"}, "0x00002000"
 	}
-	must(t, eventually(patient, func() error {
+	require.NoError(t, eventually(patient, func() error {
 		rules, err := m.node.Output(list[0], list[1:]...)
 		if err == nil && !strings.Contains(rules, bit) {
 			err = errors.New("no rule uses the new bit")
 		}
 		return err
 	}))
-	must(t, answers(m.World, m.mode))
+	require.NoError(t, answers(m.World, m.mode))
 }
 
 // failsWithout checks that the container does not work without a capability, and says why.
@@ -387,13 +388,13 @@ func (m *machine) failsWithout(t *testing.T, without v1.Capability, says string)
 	t.Helper()
 	sets := m.cp.Admin.AppsV1().DaemonSets(metav1.NamespaceSystem)
 	ds, err := sets.Get(t.Context(), "nodeproxy", metav1.GetOptions{})
-	must(t, err)
+	require.NoError(t, err)
 	add := &ds.Spec.Template.Spec.Containers[0].SecurityContext.Capabilities.Add
 	*add = slices.DeleteFunc(*add, func(c v1.Capability) bool { return c == without })
 	changed, err := sets.Update(t.Context(), ds, metav1.UpdateOptions{})
-	must(t, err)
+	require.NoError(t, err)
 	var log string
-	must(t, eventually(patient, func() error {
+	require.NoError(t, eventually(patient, func() error {
 		pods, err := m.cp.Admin.CoreV1().Pods(metav1.NamespaceSystem).List(t.Context(),
 			metav1.ListOptions{LabelSelector: "pod-template-generation=" + changed.Annotations[apps.DeprecatedTemplateGeneration]})
 		if err != nil || len(pods.Items) == 0 {
@@ -417,13 +418,13 @@ func TestNodeKubeadm(t *testing.T) {
 	t.Parallel()
 	m := newMachine(t, harness.IPTables)
 	_, err := m.cp.Admin.CoreV1().ServiceAccounts("kube-system").Create(t.Context(), &v1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Name: "kube-proxy"}}, metav1.CreateOptions{})
-	must(t, err)
+	require.NoError(t, err)
 	_, err = m.cp.Admin.RbacV1().ClusterRoleBindings().Create(t.Context(), &rbac.ClusterRoleBinding{
 		ObjectMeta: metav1.ObjectMeta{Name: "kubeadm:node-proxier"},
 		RoleRef:    rbac.RoleRef{APIGroup: rbac.GroupName, Kind: "ClusterRole", Name: "system:node-proxier"},
 		Subjects:   []rbac.Subject{{Kind: "ServiceAccount", Name: "kube-proxy", Namespace: "kube-system"}},
 	}, metav1.CreateOptions{})
-	must(t, err)
+	require.NoError(t, err)
 	i := newInstallation(t, m.cp, m.kubectl, "kubeadm", "kubeadm")
 	i.kubelets = true
 	m.serves(t)
@@ -431,18 +432,18 @@ func TestNodeKubeadm(t *testing.T) {
 	underLoad(t, m.World, "kube-proxy gives way to nodeproxy", func() {
 		i.do(t, "Install")
 		i.do(t, "Check")
-		must(t, answers(m.World, m.mode))
+		require.NoError(t, answers(m.World, m.mode))
 	})
 
 	m.powerFails(t)
 	m.comesUp(t)
 	m.serves(t)
-	must(t, i.settle(t.Context()))
+	require.NoError(t, i.settle(t.Context()))
 
 	underLoad(t, m.World, "nodeproxy gives way to kube-proxy", func() {
 		i.do(t, "Roll back")
 		i.nothingLeft(t)
-		must(t, answers(m.World, m.mode))
+		require.NoError(t, answers(m.World, m.mode))
 	})
 	if after := i.kubeProxy(t); asYAML(t, after) != asYAML(t, before) {
 		t.Errorf("kube-proxy's DaemonSet before:\n%s\nand after:\n%s", asYAML(t, before), asYAML(t, after))
@@ -453,7 +454,7 @@ func TestNodeKubeadm(t *testing.T) {
 	kubelets := regexp.MustCompile("KUBE-(FIREWALL|IPTABLES-HINT|KUBELET-CANARY)")
 	for _, save := range []string{"iptables-nft-save", "ip6tables-nft-save"} {
 		rules, err := m.node.Output(save)
-		must(t, err)
+		require.NoError(t, err)
 		for line := range strings.Lines(rules) {
 			if strings.Contains(line, "KUBE-") && !kubelets.MatchString(line) {
 				t.Errorf("%s has after the cleanup: %s", save, line)

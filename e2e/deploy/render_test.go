@@ -12,6 +12,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"k8s.io/apimachinery/pkg/util/diff"
 	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
 	"sigs.k8s.io/yaml"
@@ -43,9 +44,7 @@ func objects(t testing.TB, text string) map[string]object {
 		if errors.Is(err, io.EOF) {
 			return out
 		}
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		var o object
 		if err := yaml.UnmarshalStrict(doc, &o); err != nil {
 			t.Fatalf("%v in\n%s", err, doc)
@@ -67,9 +66,7 @@ func objects(t testing.TB, text string) map[string]object {
 		if data, ok := o["data"].(map[string]any); ok {
 			for name, content := range data {
 				var parsed object
-				if err := yaml.UnmarshalStrict([]byte(content.(string)), &parsed); err != nil {
-					t.Fatalf("%s, %s: %v", key, name, err)
-				}
+				require.NoError(t, yaml.UnmarshalStrict([]byte(content.(string)), &parsed), "%s, %s", key, name)
 				data[name] = parsed
 			}
 		}
@@ -172,9 +169,9 @@ func TestChart(t *testing.T) {
 func TestChartNull(t *testing.T) {
 	t.Parallel()
 	text, err := os.ReadFile(project(t, "deploy", "chart", "values.yaml"))
-	must(t, err)
+	require.NoError(t, err)
 	var values map[string]any
-	must(t, yaml.Unmarshal(text, &values))
+	require.NoError(t, yaml.Unmarshal(text, &values))
 	rendered := func(set string) string {
 		return asYAML(t, objects(t, charted(t, "--set-json="+set))["DaemonSet kube-system/nodeproxy"])
 	}
@@ -321,12 +318,12 @@ func TestChartNotes(t *testing.T) {
 	t.Parallel()
 	// "helm template" does not print NOTES.txt, so a copy of the chart has it as an object.
 	chart := t.TempDir()
-	must(t, os.CopyFS(chart, os.DirFS(project(t, "deploy", "chart"))))
+	require.NoError(t, os.CopyFS(chart, os.DirFS(project(t, "deploy", "chart"))))
 	templates := filepath.Join(chart, "templates")
 	notes, err := os.ReadFile(filepath.Join(templates, "NOTES.txt"))
-	must(t, err)
+	require.NoError(t, err)
 	object := `{{ define "notes" }}` + string(notes) + "{{ end }}\nnotes: {{ include \"notes\" . | toJson }}\n"
-	must(t, os.WriteFile(filepath.Join(templates, "notes.yaml"), []byte(object), 0o644))
+	require.NoError(t, os.WriteFile(filepath.Join(templates, "notes.yaml"), []byte(object), 0o644))
 	for at, want := range map[string]bool{
 		"": false, "127.0.0.1:10249": false, "[::1]:10249": false, "[0:0:0:0:0:0:0:1]:10249": false, "[::ffff:127.0.0.1]:10249": false,
 		"0.0.0.0:10249": true, "[::]:10249": true, "[2001:db8::1]:10249": true, "[1::1]:10249": true,
@@ -400,8 +397,6 @@ func TestPodsMayOverlap(t *testing.T) {
 func asYAML(t testing.TB, value any) string {
 	t.Helper()
 	text, err := yaml.Marshal(value)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return string(text)
 }

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/diff"
 
@@ -22,12 +23,12 @@ func TestSeccompComponent(t *testing.T) {
 	dir := t.TempDir()
 	relative := func(elements ...string) string {
 		path, err := filepath.Rel(dir, project(t, elements...))
-		must(t, err)
+		require.NoError(t, err)
 		return path
 	}
 	text := fmt.Sprintf("apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\nresources: [%q]\ncomponents: [%q]\n",
 		relative("deploy", "overlays", "ipvs"), relative("deploy", "seccomp"))
-	must(t, os.WriteFile(filepath.Join(dir, "kustomization.yaml"), []byte(text), 0o644))
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "kustomization.yaml"), []byte(text), 0o644))
 	overlay := objects(t, output(t, tool(t, "kubectl"), "kustomize", dir))
 	chart := objects(t, charted(t, append([]string{"--set=seccompProfile.type=Localhost,seccompProfile.localhostProfile=nodeproxy.json"}, modes[1].flags...)...))
 	if !reflect.DeepEqual(overlay, chart) {
@@ -88,7 +89,7 @@ cat /run/log
 func runSeccomp(t *testing.T, profile []byte, flags ...string) string {
 	t.Helper()
 	binary, err := harness.Binary()
-	must(t, err)
+	require.NoError(t, err)
 	capabilities := []string{"CAP_NET_ADMIN", "CAP_NET_RAW"}
 	type object = map[string]any
 	bind := func(path, option string) object {
@@ -114,9 +115,9 @@ func runSeccomp(t *testing.T, profile []byte, flags ...string) string {
 			"seccomp":    json.RawMessage(profile),
 		},
 	})
-	must(t, err)
+	require.NoError(t, err)
 	dir := t.TempDir()
-	must(t, os.WriteFile(filepath.Join(dir, "config.json"), config, 0o644))
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "config.json"), config, 0o644))
 	out, err := exec.Command("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc", "--propagation=private",
 		"sh", "-c", underRunc, "seccomp", dir, binary, project(t, "examples"), fmt.Sprintf("nodeproxy-%d-%s", os.Getpid(), filepath.Base(filepath.Dir(dir)))).CombinedOutput()
 	if err != nil {
@@ -130,7 +131,7 @@ func runSeccomp(t *testing.T, profile []byte, flags ...string) string {
 func TestSeccomp(t *testing.T) {
 	t.Parallel()
 	profile, err := os.ReadFile(project(t, "deploy", "seccomp", "nodeproxy.json"))
-	must(t, err)
+	require.NoError(t, err)
 	for name, flags := range map[string][]string{
 		"iptables nft":    {"--mode=iptables", "--iptables-backend=nft"},
 		"iptables legacy": {"--mode=iptables", "--iptables-backend=legacy"},

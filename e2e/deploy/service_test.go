@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
-	"testing"
 	"time"
 
 	v1 "k8s.io/api/core/v1"
@@ -74,13 +73,6 @@ func answers(w *harness.World, mode harness.Mode) error {
 		}
 	}
 	return nil
-}
-
-func must(t *testing.T, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
 }
 
 func eventually(timeout time.Duration, check func() error) error {

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"k8s.io/apimachinery/pkg/runtime"
 
 	"nodeproxy/e2e/cluster"
@@ -68,9 +69,9 @@ func newHost(t *testing.T) *host {
 	w := harness.New(t, harness.Options{})
 	h := &host{World: w, dir: filepath.Join(w.Dir, "host"), group: "nodeproxy-" + filepath.Base(w.Dir)}
 	neighbours, err := harness.NeighbourRoot()
-	must(t, err)
+	require.NoError(t, err)
 	binary, err := harness.Binary()
-	must(t, err)
+	require.NoError(t, err)
 	script := `mkdir -p "$1/root" "$1/usr/src/bin" "$1/usr/src/deploy" "$1/usr/bin" "$1/usr/sbin"
 cp -a "$2/etc" "$1/etc"
 cp "$3" "$1/usr/src/bin/nodeproxy"
@@ -86,7 +87,7 @@ ln -s /dev/null "$1/etc/systemd/system/systemd-sysctl.service"
 			out, err := h.run("journalctl --no-pager -n 100; systemctl --no-pager list-units --failed; nft list ruleset | head -50")
 			t.Logf("journal: %v\n%s", err, out)
 		}
-		must(t, h.powerFails())
+		require.NoError(t, h.powerFails())
 	})
 	return h
 }
@@ -98,14 +99,14 @@ func (h *host) file(path string) string {
 
 func (h *host) write(t *testing.T, path, text string) {
 	t.Helper()
-	must(t, os.MkdirAll(filepath.Dir(h.file(path)), 0o755))
-	must(t, os.WriteFile(h.file(path), []byte(text), 0o644))
+	require.NoError(t, os.MkdirAll(filepath.Dir(h.file(path)), 0o755))
+	require.NoError(t, os.WriteFile(h.file(path), []byte(text), 0o644))
 }
 
 func (h *host) copy(t *testing.T, from, to string) {
 	t.Helper()
 	text, err := os.ReadFile(from)
-	must(t, err)
+	require.NoError(t, err)
 	h.write(t, to, string(text))
 }
 
@@ -113,12 +114,12 @@ func (h *host) copy(t *testing.T, from, to string) {
 func (h *host) boot(t *testing.T) {
 	t.Helper()
 	neighbours, err := harness.NeighbourRoot()
-	must(t, err)
+	require.NoError(t, err)
 	h.cmd = exec.Command("unshare", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child=SIGKILL",
 		"sh", "-ec", bootSystemd, "sh", neighbours, h.file("/root"), h.file("/etc"), h.file("/usr/local/"), h.group)
 	h.cmd.Stderr = os.Stderr
-	must(t, h.Node1().Start(h.cmd))
-	must(t, eventually(harness.Limit, func() error {
+	require.NoError(t, h.Node1().Start(h.cmd))
+	require.NoError(t, eventually(harness.Limit, func() error {
 		state, err := h.run("systemctl is-system-running")
 		if strings.TrimSpace(state) != "running" {
 			return errors.Join(fmt.Errorf("systemd says %q", state), err)
@@ -167,19 +168,19 @@ func (h *host) do(t *testing.T, commands []string) {
 
 func (h *host) serves(t *testing.T) {
 	t.Helper()
-	must(t, eventually(harness.Limit, func() error { return answers(h.World, harness.NFTables) }))
+	require.NoError(t, eventually(harness.Limit, func() error { return answers(h.World, harness.NFTables) }))
 }
 
 // nothingLeft checks that there is no rule, and no file that the page made.
 func (h *host) nothingLeft(t *testing.T) {
 	t.Helper()
 	rules, err := h.Node1().Output("nft", "list", "ruleset")
-	must(t, err)
+	require.NoError(t, err)
 	if rules != "" {
 		t.Errorf("rules are left:\n%s", rules)
 	}
 	out, err := h.run("find / -xdev -name '*nodeproxy*' ! -path '/usr/local/src/*'; find /etc /usr/local /run -name '*nodeproxy*' ! -path '/usr/local/src/*'; grep -lx nodeproxy /proc/[0-9]*/comm || :")
-	must(t, err)
+	require.NoError(t, err)
 	if out != "" {
 		t.Errorf("left:\n%s", out)
 	}
@@ -200,11 +201,11 @@ func TestSystemd(t *testing.T) {
 	h.do(t, page["Change and upgrade"])
 	h.serves(t)
 
-	must(t, h.powerFails())
+	require.NoError(t, h.powerFails())
 	h.boot(t)
 	h.serves(t)
 	log, err := h.run("journalctl --boot --unit=nodeproxy --no-pager --output=cat")
-	must(t, err)
+	require.NoError(t, err)
 	if !strings.Contains(log, harness.InSync) || strings.Contains(log, "level=WARN") || strings.Contains(log, "level=ERROR") {
 		t.Errorf("log:\n%s", log)
 	}
@@ -235,23 +236,23 @@ func TestSystemdCluster(t *testing.T) {
 	t.Parallel()
 	h := newHost(t)
 	cp, err := cluster.Start(h.World, h.Nodes[2].Host)
-	must(t, err)
+	require.NoError(t, err)
 	t.Cleanup(cp.Close)
-	must(t, createService(t.Context(), cp, h.World, h.Nodes...))
+	require.NoError(t, createService(t.Context(), cp, h.World, h.Nodes...))
 	binaries, err := cluster.Binaries()
-	must(t, err)
+	require.NoError(t, err)
 	output(t, "cp", filepath.Join(binaries, "kube-proxy"), h.file("/usr/local/bin/kube-proxy"))
 	kubeconfig, _, err := cp.Install(t.Context())
-	must(t, err)
+	require.NoError(t, err)
 	h.copy(t, kubeconfig, "/etc/nodeproxy/kubeconfig")
 	kubeconfig, err = cp.Kubeconfig()
-	must(t, err)
+	require.NoError(t, err)
 	h.copy(t, kubeconfig, "/etc/kube-proxy/kubeconfig")
 	h.write(t, "/etc/kube-proxy/config.yaml", fmt.Sprintf(kubeProxyConfig, harness.ClusterCIDR4, harness.ClusterCIDR6))
 	h.write(t, "/etc/systemd/system/kube-proxy.service", kubeProxyUnit)
 	const manifests, unit = "--manifests=/etc/nodeproxy/manifests", "deploy/systemd/nodeproxy.service"
 	text, err := os.ReadFile(project(t, unit))
-	must(t, err)
+	require.NoError(t, err)
 	if !strings.Contains(string(text), manifests+"\n") {
 		t.Fatalf("the unit has not %s:\n%s", manifests, text)
 	}
@@ -265,7 +266,7 @@ func TestSystemdCluster(t *testing.T) {
 	underLoad(t, h.World, "kube-proxy gives way to nodeproxy", func() {
 		h.do(t, []string{"systemctl disable --now kube-proxy"})
 		h.do(t, install)
-		must(t, eventually(harness.Limit, func() error {
+		require.NoError(t, eventually(harness.Limit, func() error {
 			out, err := h.run("nodeproxy status")
 			if err != nil {
 				err = fmt.Errorf("%w\n%s", err, out)
@@ -277,9 +278,9 @@ func TestSystemdCluster(t *testing.T) {
 	})
 
 	cp.APIServer.Kill()
-	must(t, h.powerFails())
+	require.NoError(t, h.powerFails())
 	h.boot(t)
-	must(t, cp.StartAPIServer())
+	require.NoError(t, cp.StartAPIServer())
 	h.serves(t)
 
 	rollBack := page["Roll back"]
@@ -289,7 +290,7 @@ func TestSystemdCluster(t *testing.T) {
 	}
 	underLoad(t, h.World, "nodeproxy gives way to kube-proxy", func() {
 		h.do(t, rollBack[:len(rollBack)-1])
-		must(t, eventually(harness.Limit, func() error {
+		require.NoError(t, eventually(harness.Limit, func() error {
 			for _, save := range []string{"iptables-save", "ip6tables-save"} {
 				if rules, err := h.run(save); err != nil || !strings.Contains(rules, "-j DNAT") {
 					return errors.Join(fmt.Errorf("%s has no rule of kube-proxy", save), err)
@@ -301,7 +302,7 @@ func TestSystemdCluster(t *testing.T) {
 		h.serves(t)
 	})
 	tables, err := h.Node1().Output("nft", "list", "tables")
-	must(t, err)
+	require.NoError(t, err)
 	if strings.Contains(tables, "nodeproxy") {
 		t.Errorf("tables are left:\n%s", tables)
 	}

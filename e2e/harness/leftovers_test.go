@@ -13,6 +13,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/internal/nstest"
 )
 
@@ -68,9 +70,7 @@ func TestNothingIsLeft(t *testing.T) {
 			mark := fmt.Sprintf("%s=%s-%d-%d", markVariable, end, os.Getpid(), time.Now().UnixNano())
 			cmd.Env = append(os.Environ(), endVariable+"="+end, mark)
 			stdout := nstest.Output(t, cmd)
-			if err := cmd.Start(); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, cmd.Start())
 			late := time.AfterFunc(2*time.Minute, func() { _ = cmd.Process.Kill() })
 			defer late.Stop()
 			made := map[string][]string{}
@@ -85,9 +85,7 @@ func TestNothingIsLeft(t *testing.T) {
 				t.Fatalf("made %v", made)
 			}
 			used, err := namespacesInUse(mark)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			for _, inode := range made["netns"] {
 				if used[inode] == "" && end != "panic" && end != "return" { // These may have ended.
 					t.Fatalf("network namespace %s is not among those in use, %v: the search is no good", inode, used)
@@ -95,9 +93,7 @@ func TestNothingIsLeft(t *testing.T) {
 			}
 			signals := map[string]syscall.Signal{"SIGTERM": syscall.SIGTERM, "SIGINT": syscall.SIGINT, "SIGKILL": syscall.SIGKILL}
 			if sig, ok := signals[end]; ok {
-				if err := cmd.Process.Signal(sig); err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, cmd.Process.Signal(sig))
 			}
 			err = cmd.Wait()
 			if (err == nil) != (end == "return") {

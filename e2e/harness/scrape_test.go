@@ -1,6 +1,10 @@
 package harness
 
-import "testing"
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
 
 const sampleScrape = `# HELP nodeproxy_a_total What a is.
 # TYPE nodeproxy_a_total counter
@@ -15,9 +19,7 @@ nodeproxy_d_seconds_count 2
 
 func TestParseScrape(t *testing.T) {
 	s, err := ParseScrape(sampleScrape)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if v := s.Sum("nodeproxy_a_total", "code=200", `path=a"b\c`); v != 3 {
 		t.Errorf("the first series is %v", v)
 	}
@@ -36,9 +38,7 @@ func TestParseScrape(t *testing.T) {
 
 func TestResolve(t *testing.T) {
 	s, err := ParseScrape(sampleScrape)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for query, want := range map[string]bool{
 		`sum(rate(nodeproxy_a_total{job="$job",code="503"}[5m]))`:            true,
 		`sum by (code, instance) (nodeproxy_a_total{code=~"5..",path!="x"})`: true,
@@ -64,9 +64,7 @@ nodeproxy_e_seconds_bucket{le="+Inf"} 0
 nodeproxy_e_seconds_sum 0
 nodeproxy_e_seconds_count 0
 `)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for query, want := range map[string]bool{
 		`histogram_quantile(0.5, rate(nodeproxy_d_seconds_bucket[5m]))`: true,
 		`histogram_quantile(0.5, rate(nodeproxy_e_seconds_bucket[5m]))`: false,

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/moby/ipvs"
+	"github.com/stretchr/testify/require"
 	"github.com/vishvananda/netlink"
 
 	"nodeproxy/e2e/harness"
@@ -69,9 +70,7 @@ func TestSchedulers(t *testing.T) {
 		return
 	}
 	handle, err := ipvs.New("")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer handle.Close()
 	schedulers := []string{
 		"rr", "wrr", "lc", "wlc", "lblc", "lblcr", "fo", "ovf", "mh", "dh", "sh", "sed", "nq", "twos",
@@ -101,20 +100,14 @@ func TestVirtualServer(t *testing.T) {
 	w := harness.New(t, harness.Options{Pods: []int{1, 1, 0}})
 	node, pods := w.Node1(), []string{"n1a", "n2a"}
 	for _, path := range []string{"net/ipv4/vs/conntrack", "net/ipv4/ip_forward", "net/ipv6/conf/all/forwarding"} {
-		if err := node.Sysctl(path, "1"); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, node.Sysctl(path, "1"))
 	}
 	for _, tool := range []string{"iptables", "ip6tables"} {
 		_, err := node.Output(tool, "-t", "nat", "-A", "POSTROUTING", "-m", "ipvs", "--ipvs", "-j", "MASQUERADE")
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 	}
 	dummy := &netlink.Dummy{LinkAttrs: netlink.LinkAttrs{Name: "kube-ipvs0"}}
-	if err := node.Netlink().LinkAdd(dummy); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, node.Netlink().LinkAdd(dummy))
 	var handle *ipvs.Handle
 	if err := node.Do(func() (err error) { handle, err = ipvs.New(""); return err }); err != nil {
 		t.Fatal(err)
@@ -125,9 +118,7 @@ func TestVirtualServer(t *testing.T) {
 		vip := addresses.VIP(family)
 		mask := net.CIDRMask(vip.BitLen(), vip.BitLen())
 		address := &netlink.Addr{IPNet: &net.IPNet{IP: vip.AsSlice(), Mask: mask}, Flags: syscall.IFA_F_NODAD}
-		if err := node.Netlink().AddrAdd(dummy, address); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, node.Netlink().AddrAdd(dummy, address))
 		for network, protocol := range map[string]uint16{"tcp": syscall.IPPROTO_TCP, "udp": syscall.IPPROTO_UDP} {
 			at := netip.AddrPortFrom(vip, 80)
 			virtual := service(at, protocol, ipvs.RoundRobin)
@@ -135,17 +126,13 @@ func TestVirtualServer(t *testing.T) {
 			// is for that.
 			first := service(netip.AddrPortFrom(vip, 81), protocol, ipvs.RoundRobin)
 			for _, v := range []*ipvs.Service{first, virtual} {
-				if err := handle.NewService(v); err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, handle.NewService(v))
 				for _, pod := range pods {
 					server := &ipvs.Destination{
 						Address: w.Pod(pod).IP(family).AsSlice(), Port: 8080, Weight: 1,
 						AddressFamily: v.AddressFamily, ConnectionFlags: ipvs.ConnectionFlagMasq,
 					}
-					if err := handle.NewDestination(v, server); err != nil {
-						t.Fatal(err)
-					}
+					require.NoError(t, handle.NewDestination(v, server))
 				}
 			}
 			seen := map[string]bool{}
@@ -201,9 +188,7 @@ func TestSetTarget(t *testing.T) {
 			must(t, tool, "-t", "filter", "-A", "INPUT", "-m", "mark", "--mark", mark, "-j", "ACCEPT")
 
 			conn, err := net.Dial("udp", net.JoinHostPort(family.address, strconv.Itoa(port)))
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			if _, err := conn.Write([]byte("x")); err != nil {
 				t.Fatal(err)
 			}

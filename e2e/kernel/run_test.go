@@ -14,6 +14,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/internal/nstest"
 )
 
@@ -41,9 +43,7 @@ func ownKernel() bool { return exec.Command("./probe").Run() == nil }
 func TestRunPassesEverythingOn(t *testing.T) {
 	t.Parallel()
 	directory, err := os.Getwd()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	odd := "two\nlines, 'quotes\", $HOME and a \\"
 	script := `printf '%s|' "$PWD" "$ODD" "$#" "$@"; cat; [ -t 1 ] && echo terminal; echo complaint >&2; exit 7`
 	got := run(t, []string{"ODD=" + odd}, "sh", "-c", script, "sh", "", odd, "x=y")
@@ -69,9 +69,7 @@ func TestRunPassesBinaryOutputOn(t *testing.T) {
 		all = append(all, byte(i))
 	}
 	file := filepath.Join(t.TempDir(), "bytes")
-	if err := os.WriteFile(file, bytes.Repeat(all, 4096), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(file, bytes.Repeat(all, 4096), 0o600))
 	got := run(t, nil, "cat", file)
 	if got.stdout != string(bytes.Repeat(all, 4096)) || got.stderr != "" || got.status != 0 {
 		t.Errorf("a megabyte came out as %d bytes; stderr %q, status %d", len(got.stdout), got.stderr, got.status)
@@ -137,17 +135,13 @@ func TestRunEndsWithItsGuest(t *testing.T) {
 			cmd := exec.Command("./run", "sh", "-c", "echo begun; exec sleep 1000")
 			cmd.Env = append(os.Environ(), "TMPDIR="+temporary)
 			out := nstest.Output(t, cmd)
-			if err := cmd.Start(); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, cmd.Start())
 			defer func() { _ = cmd.Process.Kill() }()
 			if line, err := bufio.NewReader(out).ReadString('\n'); line != "begun\n" {
 				t.Fatalf("got %q, %v", line, err)
 			}
 			processes := family(t, cmd.Process.Pid)
-			if err := cmd.Process.Signal(sig); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, cmd.Process.Signal(sig))
 			if err := cmd.Wait(); err == nil {
 				t.Error("run ended with status 0")
 			}
@@ -170,9 +164,7 @@ func TestRunEndsWithItsGuest(t *testing.T) {
 func parents(t *testing.T) map[int]int {
 	t.Helper()
 	files, err := filepath.Glob("/proc/[0-9]*/stat")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	found := map[int]int{}
 	for _, file := range files {
 		b, err := os.ReadFile(file)

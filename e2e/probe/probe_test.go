@@ -7,6 +7,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/harness"
 )
 
@@ -28,9 +31,7 @@ func newPods(t *testing.T) (client, server *harness.Pod) {
 	w := harness.New(t, harness.Options{Pods: []int{2}, Ports: []uint16{}})
 	client, server = w.Pod("n1a"), w.Pod("n1b")
 	s, err := Serve(server.Netns, port)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(s.Close)
 	return client, server
 }
@@ -60,9 +61,7 @@ func TestAsk(t *testing.T) {
 				}
 				return nil
 			})
-			if err != nil {
-				t.Error(err)
-			}
+			assert.NoError(t, err)
 		}
 	}
 }
@@ -87,9 +86,7 @@ func TestAwait(t *testing.T) {
 				took, err = p.Await(begun, to, func(a netip.Addr) bool { return a == endpoint }, 2, time.Minute)
 				return err
 			})
-			if err := errors.Join(err, <-failed); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, errors.Join(err, <-failed))
 			if took < later {
 				t.Errorf("seen after %v, and it was there after %v", took, later)
 			}

@@ -4,6 +4,8 @@ import (
 	"net"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"github.com/vishvananda/netns"
 )
 
@@ -11,9 +13,7 @@ import (
 func TestRun(t *testing.T) {
 	t.Parallel()
 	outside, err := netns.Get()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer outside.Close()
 	Run(t, func() {
 		inside, err := netns.Get()
@@ -32,9 +32,7 @@ func TestRun(t *testing.T) {
 		}
 		listener.Close()
 		all, err := net.Interfaces()
-		if err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, err)
 		for _, i := range all {
 			if up := i.Flags&net.FlagUp != 0; up != (i.Name == "lo") {
 				t.Errorf("%s is up: %v", i.Name, up)
@@ -80,9 +78,7 @@ func TestProcess(t *testing.T) {
 		}
 		done <- err
 	}()
-	if err := <-done; err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, <-done)
 	if all, err := net.Interfaces(); err != nil || len(all) == 0 || all[0].Name != "lo" {
 		t.Errorf("interfaces %v, %v", all, err)
 	}

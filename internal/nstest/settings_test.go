@@ -15,6 +15,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"github.com/vishvananda/netns"
 )
 
@@ -30,9 +32,7 @@ func TestNothingIsInherited(t *testing.T) {
 	NeedKernel(t)
 	if os.Getenv(inGuest) == "" {
 		program, err := os.Executable()
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		cmd := exec.Command("../../e2e/kernel/run", program, "-test.run=^"+t.Name()+"$", "-test.v")
 		cmd.Env = append(os.Environ(), inGuest+"=1", "NODEPROXY_KERNEL_GUEST=1")
 		if out, err := cmd.CombinedOutput(); err != nil {
@@ -55,9 +55,7 @@ func TestNothingIsInherited(t *testing.T) {
 	// 0: IPv4 settings come from the first namespace. 1: those of IPv6 too. 2: none. 3: both from the maker's namespace.
 	for _, inherit := range []string{"0", "1", "3"} {
 		changeAll(t)
-		if err := os.WriteFile("/proc/sys/net/core/devconf_inherit_init_net", []byte(inherit), 0o644); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.WriteFile("/proc/sys/net/core/devconf_inherit_init_net", []byte(inherit), 0o644))
 		dirty := newNamespace(t, func() error { return nil })
 		most = max(most, len(strings.Split(difference(fresh, dirty), "\n")))
 		if got := newNamespace(t, reset); !maps.Equal(fresh, got) {
@@ -115,9 +113,7 @@ func newNamespace(t *testing.T, prepare func() error) map[string]string {
 		}
 		done <- err
 	}()
-	if err := <-done; err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, <-done)
 	return out
 }
 
@@ -156,9 +152,7 @@ func read(t *testing.T) map[string]string {
 		}
 		return nil
 	})
-	if err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, err)
 	return out
 }
 

@@ -13,6 +13,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/internal/nstest"
 )
 
@@ -44,12 +46,8 @@ func fakeFiles(t *testing.T, values map[string]string) files {
 	values["../../../../sys/devices/system/cpu/online"] = "0-3\n"
 	for key, value := range values {
 		path := filepath.Join(f.proc, key)
-		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
-			t.Fatal(err)
-		}
-		if err := os.WriteFile(path, []byte(value), 0o644); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.MkdirAll(filepath.Dir(path), 0o755))
+		require.NoError(t, os.WriteFile(path, []byte(value), 0o644))
 	}
 	return f
 }
@@ -126,9 +124,7 @@ func TestSysctlsOfNamespace(t *testing.T) {
 	nstest.Run(t, func() {
 		f := files{"/proc/sys/net/netfilter", "/sys"} // which shows the settings of the reader's namespace
 		machine, err := readNumber(f.max())
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		s := wholeSysctls
 		s.MaxPerCore, s.Min = 1, machine+1
 		found := s.Apply("/proc/sys")
@@ -161,17 +157,13 @@ func TestSysctlsOfNamespace(t *testing.T) {
 func TestReadOnlySysctls(t *testing.T) {
 	t.Parallel()
 	nstest.Run(t, func() {
-		if err := syscall.Unshare(syscall.CLONE_NEWNS | syscall.CLONE_FS); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, syscall.Unshare(syscall.CLONE_NEWNS|syscall.CLONE_FS))
 		const bind, remount = syscall.MS_BIND, syscall.MS_BIND | syscall.MS_REMOUNT | syscall.MS_RDONLY
 		for _, m := range []struct {
 			source, target string
 			flags          uintptr
 		}{{"", "/", syscall.MS_REC | syscall.MS_PRIVATE}, {"/proc/sys", "/proc/sys", bind}, {"", "/proc/sys", remount}} {
-			if err := syscall.Mount(m.source, m.target, "", m.flags, ""); err != nil {
-				t.Fatalf("mount %+v: %v", m, err)
-			}
+			require.NoError(t, syscall.Mount(m.source, m.target, "", m.flags, ""), "mount %+v", m)
 		}
 		found := Sysctls{UDPTimeout: 7 * time.Second}.Apply("/proc/sys")
 		if len(found) != 1 || !errors.Is(found[0], syscall.EROFS) || found[0].Actual == "" || found[0].Wanted != "7" ||

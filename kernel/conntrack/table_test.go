@@ -4,6 +4,8 @@ import (
 	"net/netip"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
@@ -50,9 +52,7 @@ func TestFilters(t *testing.T) {
 				found := false
 				var table conntrack.Table
 				session, err := table.Open()
-				if err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, err)
 				_, _, err = session.RemoveIf(t.Context(), want, func(fl *conntrack.Flow) bool {
 					found = found || fl.Src.String() == wanted.Src
 					return false
@@ -76,9 +76,7 @@ func TestDeletesThatEntryOnly(t *testing.T) {
 		var table conntrack.Table
 		remove := func(change func(*conntrack.Flow)) (read, deleted int) {
 			session, err := table.Open()
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			defer session.Close()
 			filter := conntrack.Filter{Family: plan.IPv4, Protocol: protoUDP}
 			read, deleted, err = session.RemoveIf(t.Context(), filter, func(fl *conntrack.Flow) bool {
@@ -88,9 +86,7 @@ func TestDeletesThatEntryOnly(t *testing.T) {
 				change(fl)
 				return true
 			})
-			if err != nil {
-				t.Error(err)
-			}
+			assert.NoError(t, err)
 			return read, deleted
 		}
 		present := func(want bool) {

@@ -3,6 +3,8 @@ package drift
 import (
 	"strings"
 	"testing"
+
+	"github.com/stretchr/testify/require"
 )
 
 // TestUnified: lines around a difference are printed, those far from one are not, and the header of a file is printed once.
@@ -15,9 +17,7 @@ func TestUnified(t *testing.T) {
 		{File: "one", Object: "y", Want: lines[:1]},
 		{File: "two", Object: "z", Have: lines[:2]},
 	} {
-		if err := u.Print(h); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, u.Print(h))
 	}
 	const want = `--- kernel one
 +++ nodeproxy one

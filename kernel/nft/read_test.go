@@ -6,6 +6,8 @@ import (
 	"math/rand/v2"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/internal/nstest"
 	"nodeproxy/plan"
 )
@@ -16,9 +18,7 @@ func TestFind(t *testing.T) {
 	nstest.Enter(t)
 	nstest.Exec(t, "nft", "add table ip t; add set ip t a { type mark; }; add set ip t b { type mark; }")
 	c, err := Dial()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer c.Close()
 	random := rand.New(rand.NewPCG(1, 2))
 	var keys []ElementKey
@@ -41,9 +41,7 @@ func TestFind(t *testing.T) {
 		}
 	}
 	keys, there = append(keys, ElementKey{"none", keys[0].Key}), append(there, false)
-	if err := c.Commit(b); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, c.Commit(b))
 	next := 0
 	if err := c.Find(plan.IPv4, "t", keys, func(i int, e Element, is bool) error {
 		if i != next || is != there[i] || is && e.Key != keys[i].Key {

@@ -5,6 +5,8 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/internal/nstest"
 )
 
@@ -15,9 +17,7 @@ func TestDevices(t *testing.T) {
 	nstest.Exec(t, "nft", `add table netdev guard; add chain netdev guard in { type filter hook ingress device lo priority 0; }; add chain netdev guard more; `+
 		`add table inet both; add chain inet both in { type filter hook ingress device lo priority 0; }; add chain inet both input { type filter hook input priority 0; }`)
 	r, err := ReadRuleset()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer r.Close()
 	slices.SortFunc(r.Devices, func(a, b ChainID) int { return len(a.Family) - len(b.Family) })
 	if want := []ChainID{{"inet", "both", "in"}, {"netdev", "guard", "in"}}; !slices.Equal(r.Devices, want) {

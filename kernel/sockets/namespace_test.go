@@ -14,6 +14,8 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/internal/nstest"
 	"nodeproxy/plan"
 )
@@ -28,9 +30,7 @@ func TestNamespace(t *testing.T) {
 		"echo ready && exec sleep 1000")
 	nstest.EndWith(t, pod)
 	out := nstest.Output(t, pod)
-	if err := pod.Start(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, pod.Start())
 	t.Cleanup(func() { _ = pod.Process.Kill(); _ = pod.Wait() })
 	if line, err := bufio.NewReader(out).ReadString('\n'); err != nil || line != "ready\n" {
 		t.Fatalf("%q, %v", line, err)
@@ -66,26 +66,18 @@ func TestNamespaceSockets(t *testing.T) {
 	nstest.Enter(t)
 	for _, address := range []string{"127.0.0.1:8080", "0.0.0.0:8081", "[::1]:8082", "[::]:8083"} {
 		l, err := net.Listen("tcp", address)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		defer l.Close()
 		u, err := net.ListenPacket("udp", address)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		defer u.Close()
 	}
 	own := Namespace{"/proc/thread-self/net"}
 	for _, p := range []plan.Protocol{plan.TCP, plan.UDP} {
 		got, err := own.Sockets(p)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		want, err := List(p)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		for i := range want {
 			want[i].Inode, want[i].UID = 0, 0
 		}
@@ -104,9 +96,7 @@ func TestEnter(t *testing.T) {
 	dir := ProcessDir(nstest.Elsewhere(t))
 	n := Namespace{filepath.Join(dir, "net")}
 	its, err := os.Readlink(filepath.Join(dir, "ns", "net"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var wg sync.WaitGroup
 	for i := range 16 {
 		wg.Go(func() {

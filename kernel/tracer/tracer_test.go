@@ -14,6 +14,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"github.com/vishvananda/netlink"
 
 	"nodeproxy/internal/nstest"
@@ -50,9 +52,7 @@ func startHost(t *testing.T, name string, prefixes ...string) *host {
 	}
 	defer file.Close()
 	pair := &netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: name}, PeerName: "eth0", PeerNamespace: netlink.NsFd(file.Fd())}
-	if err := netlink.LinkAdd(pair); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, netlink.LinkAdd(pair))
 	nstest.Exec(t, "ip", "link", "set", name, "up")
 	for _, p := range prefixes {
 		prefix := netip.MustParsePrefix(p)
@@ -94,9 +94,7 @@ var (
 func startNetwork(t *testing.T) network {
 	nstest.Enter(t)
 	for _, f := range []string{"/proc/sys/net/ipv4/ip_forward", "/proc/sys/net/ipv6/conf/all/forwarding"} {
-		if err := os.WriteFile(f, []byte("1"), 0o644); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.WriteFile(f, []byte("1"), 0o644))
 	}
 	n := network{startHost(t, "to-client", "192.0.2.0/24", "2001:db8:1::/64"), startHost(t, "to-server", "10.244.0.0/24", "fd00:244::/64")}
 	for _, e := range endpoints {
@@ -107,9 +105,7 @@ func startNetwork(t *testing.T) network {
 			l, err = net.Listen("tcp", e)
 			u, err2 = net.ListenPacket("udp", e)
 		})
-		if err := errors.Join(err, err2); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errors.Join(err, err2))
 		t.Cleanup(func() { l.Close(); u.Close() })
 		go func() {
 			for {
@@ -184,21 +180,15 @@ func flowOf(f plan.Family, p plan.Protocol) Flow {
 func follow(t *testing.T, f Flow, most int, send func()) *Result {
 	t.Helper()
 	tr, err := Start(f)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
 	defer cancel()
 	sent := make(chan struct{})
 	go func() { defer close(sent); send() }()
 	out, err := tr.Follow(ctx, most)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	<-sent
-	if err := tr.Close(); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, tr.Close())
 	noTable(t)
 	return out
 }
@@ -242,9 +232,7 @@ func TestIPTables(t *testing.T) {
 		}
 		to := flowOf(f, plan.TCP)
 		got := follow(t, to, 1, func() {
-			if err := n.connect(to.Dst.String(), 20*time.Second); err != nil {
-				t.Error(err)
-			}
+			assert.NoError(t, n.connect(to.Dst.String(), 20*time.Second))
 		})
 		if len(got.Packets) != 1 || got.Lost {
 			t.Fatalf("%s: saw %+v", f, got)
@@ -387,9 +375,7 @@ func TestUDP(t *testing.T) {
 			if _, err = c.Write([]byte("x")); err == nil {
 				_, err = c.Read(make([]byte, 10))
 			}
-			if err != nil {
-				t.Error(err)
-			}
+			assert.NoError(t, err)
 		}
 	}
 	flow := flowOf(plan.IPv4, plan.UDP)
@@ -405,9 +391,7 @@ func TestUDP(t *testing.T) {
 	}
 	flow.Sources = flow.Sources[:1]
 	tr, err := Start(flow)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer tr.Close()
 	talk(2)
 	ctx, cancel := context.WithCancel(context.Background())
@@ -428,14 +412,10 @@ func TestOutput(t *testing.T) {
 	flow := flowOf(plan.IPv4, plan.TCP)
 	flow.Output = true
 	tr, err := Start(flow)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer tr.Close()
 	c, err := net.Dial("tcp", "10.96.0.10:80")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer c.Close()
 	ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
 	defer cancel()
@@ -456,9 +436,7 @@ func TestBounded(t *testing.T) {
 	flow := flowOf(plan.IPv4, plan.UDP)
 	flow.Rate = 1
 	tr, err := Start(flow)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer tr.Close()
 	begin := time.Now()
 	const sent = 200
@@ -501,9 +479,7 @@ func TestKilled(t *testing.T) {
 	cmd.Env = append(os.Environ(), holderVariable+"=yes")
 	nstest.EndWith(t, cmd)
 	out := nstest.Output(t, cmd)
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, cmd.Start())
 	t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
 	line, err := bufio.NewReader(out).ReadString('\n')
 	if err != nil || line != "ready\n" {
@@ -524,11 +500,7 @@ func TestKilled(t *testing.T) {
 		}
 	}
 	tr, err := Start(flowOf(plan.IPv6, plan.TCP))
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := tr.Close(); err != nil {
-		t.Error(err)
-	}
+	require.NoError(t, err)
+	assert.NoError(t, tr.Close())
 	noTable(t)
 }

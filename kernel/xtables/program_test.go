@@ -11,6 +11,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
@@ -27,9 +30,7 @@ func sh(t *testing.T, command string) {
 func findProgram(t *testing.T, v Variant, f plan.Family) *Program {
 	t.Helper()
 	p, err := Find(v, f)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return p
 }
 
@@ -152,13 +153,9 @@ func TestExcerpt(t *testing.T) {
 // would stay so until the next start.
 func TestLockIsNoLack(t *testing.T) {
 	lock, err := os.Create(filepath.Join(t.TempDir(), "lock"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer lock.Close()
-	if err := syscall.Flock(int(lock.Fd()), syscall.LOCK_EX); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, syscall.Flock(int(lock.Fd()), syscall.LOCK_EX))
 	t.Setenv("XTABLES_LOCKFILE", lock.Name())
 	nstest.Run(t, func() {
 		for _, f := range plan.Families {
@@ -166,9 +163,7 @@ func TestLockIsNoLack(t *testing.T) {
 			if err == nil {
 				err = tool.Usable()
 			}
-			if err != nil {
-				t.Errorf("%s, while another program holds the lock: %v", f, err)
-			}
+			assert.NoError(t, err, "%s, while another program holds the lock", f)
 		}
 	})
 }
@@ -177,13 +172,9 @@ func TestLockIsNoLack(t *testing.T) {
 func TestLockIsRecognised(t *testing.T) {
 	t.Parallel()
 	lock, err := os.Create(filepath.Join(t.TempDir(), "lock"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer lock.Close()
-	if err := syscall.Flock(int(lock.Fd()), syscall.LOCK_EX); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, syscall.Flock(int(lock.Fd()), syscall.LOCK_EX))
 	nstest.Run(t, func() {
 		cmd := exec.Command("/usr/sbin/iptables-legacy-restore", "--noflush", "-w", "1")
 		cmd.Env = append(os.Environ(), "XTABLES_LOCKFILE="+lock.Name())
@@ -244,13 +235,9 @@ func TestOutputHeldOpen(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
 	fifo := filepath.Join(dir, "fifo")
-	if err := syscall.Mkfifo(fifo, 0o600); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, syscall.Mkfifo(fifo, 0o600))
 	held, err := os.OpenFile(fifo, os.O_RDWR, 0) // Until this is closed, the child of the script reads.
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer held.Close()
 	path := filepath.Join(dir, "restore")
 	nstest.Script(t, path, "cat >/dev/null\ncat "+fifo+" &\n")

@@ -9,6 +9,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/inspect/reality"
@@ -317,9 +318,7 @@ func TestFind(t *testing.T) {
 				n.Pods, n.PodsBy = map[plan.Family]netip.Prefix{plan.IPv4: netip.MustParsePrefix("10.244.0.0/24")}, "cni0"
 			}
 			found, err := Find(t.Context(), []*plan.ServicePort{web}, n)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			var got []string
 			for _, r := range found {
 				how := "may"
@@ -429,9 +428,7 @@ func foundInEach(t *testing.T, rule string, see func(variant string, found []rea
 		change := func(what string) { nstest.Exec(t, variant, strings.Fields(what+" "+rule+" -j DROP")...) }
 		change("-A")
 		found, err := Find(t.Context(), []*plan.ServicePort{web}, noLocal)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		see(variant, found)
 		change("-D")
 	}
@@ -504,9 +501,7 @@ func TestFindOtherVariant(t *testing.T) {
 	for variant, want := range map[string]string{"": "", "legacy": "", "nft": "meta l4proto tcp DNAT to 10.244.1.99 in chain KUBE-SEP-A of table ip nat, of iptables-legacy: the cluster IP 10.96.0.10:80/TCP from pods and other hosts (certain: false)"} {
 		n.Variant = variant
 		found, err := Find(t.Context(), []*plan.ServicePort{web}, n)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		got := ""
 		for _, r := range found {
 			got += fmt.Sprintf("%s in %s: %s (certain: %t)", r.Rule, r.Place, r.What, r.Certain)
@@ -578,9 +573,7 @@ func TestFindLimits(t *testing.T) {
 	look := func(ctx context.Context) (*search, *nft.Ruleset, error) {
 		t.Helper()
 		rules, err := nft.ReadRuleset()
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		defer rules.Close()
 		s := &search{ctx: ctx, ports: []*plan.ServicePort{web}, node: noLocal}
 		return s, rules, s.look(readNFT(rules, newSets()))

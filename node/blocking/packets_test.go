@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/inspect/reality"
@@ -30,17 +31,13 @@ func TestRealPackets(t *testing.T) {
 	}
 	listen := func(addr string) *net.UDPConn {
 		c, err := net.ListenUDP("udp4", net.UDPAddrFromAddrPort(netip.MustParseAddrPort(addr)))
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		t.Cleanup(func() { c.Close() })
 		return c
 	}
 	endpoint := listen("10.244.1.5:8080")
 	marker, err := net.Listen("tcp4", "10.244.1.5:9999")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer marker.Close()
 	sp := &plan.ServicePort{
 		Key:       plan.Key{Service: plan.Service{Namespace: "default", Name: "web"}, Protocol: plan.UDP, Family: plan.IPv4},
@@ -120,17 +117,13 @@ func arrives(t *testing.T, endpoint *net.UDPConn, marker net.Listener) (request,
 	}
 	send := func(to string) *net.UDPConn {
 		c, err := net.Dial("udp4", to) // From another port each time: the packet begins a connection.
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		t.Cleanup(func() { c.Close() })
 		sent(c.Write([]byte{1}))
 		return c.(*net.UDPConn)
 	}
 	received := func(c *net.UDPConn, within time.Duration) (from netip.AddrPort, is bool) {
-		if err := c.SetReadDeadline(time.Now().Add(within)); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, c.SetReadDeadline(time.Now().Add(within)))
 		_, from, err := c.ReadFromUDPAddrPort(make([]byte, 1))
 		if err != nil && !errors.Is(err, os.ErrDeadlineExceeded) && !errors.Is(err, unix.ECONNREFUSED) {
 			t.Fatal(err)
@@ -141,9 +134,7 @@ func arrives(t *testing.T, endpoint *net.UDPConn, marker net.Listener) (request,
 	reaches := func() {
 		t.Helper()
 		c, err := net.DialTimeout("tcp4", marker.Addr().String(), time.Minute)
-		if err != nil {
-			t.Fatalf("what no rule concerns does not arrive: %v", err)
-		}
+		require.NoError(t, err, "what no rule concerns does not arrive")
 		c.Close()
 		if c, err = marker.Accept(); err != nil {
 			t.Fatal(err)

@@ -15,6 +15,7 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/inspect/reality"
@@ -35,13 +36,9 @@ func startPod(t *testing.T, name, address string, listen ...string) {
 	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET}
 	nstest.EndWith(t, cmd)
 	in, err := cmd.StdinPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	out := bufio.NewReader(nstest.Output(t, cmd))
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, cmd.Start())
 	t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
 	nstest.Exec(t, "ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", fmt.Sprint(cmd.Process.Pid))
 	nstest.Exec(t, "ip", "link", "set", name, "up")
@@ -77,9 +74,7 @@ func runPod(t *testing.T, listen string) {
 			continue
 		}
 		l, err := net.Listen("tcp", at)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		defer l.Close()
 	}
 	fmt.Println("ready")
@@ -104,9 +99,7 @@ func TestLook(t *testing.T) {
 	ip(t, "link add unseen type veth peer name peer", "link set unseen up")
 	nstest.Exec(t, "ip", "route", "add", podAt(4), "dev", "unseen")
 	l, err := net.Listen("tcp", "192.0.2.1:8081")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer l.Close()
 
 	sp := &plan.ServicePort{Key: plan.Key{Protocol: plan.TCP, Family: plan.IPv4}}
@@ -128,9 +121,7 @@ func TestLook(t *testing.T) {
 	add(podAt(4), 8080)       // Its namespace is not to be found.
 	add("198.51.100.9", 8080) // There is no route to it.
 	got, err := See("/proc/sys").Look(t.Context(), []*plan.ServicePort{sp})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	slices.SortFunc(got, func(a, b reality.Listening) int { return a.Addr.Compare(b.Addr) })
 	slices.SortFunc(want, func(a, b reality.Listening) int { return a.Addr.Compare(b.Addr) })
 	if !reflect.DeepEqual(got, want) {
@@ -144,23 +135,17 @@ func TestStuck(t *testing.T) {
 	ip(t, "link set lo up")
 	listen := func() net.Listener {
 		l, err := net.Listen("tcp4", "127.0.0.1:0")
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		t.Cleanup(func() { l.Close() })
 		return l
 	}
 	stuck, quiet := listen(), listen()
 	deaf, err := net.ListenUDP("udp4", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer deaf.Close()
 	for _, to := range []net.Addr{stuck.Addr(), stuck.Addr(), deaf.LocalAddr()} {
 		c, err := net.Dial(to.Network(), to.String())
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		defer c.Close()
 		if _, err := c.Write(make([]byte, 100)); err != nil {
 			t.Fatal(err)
@@ -329,9 +314,7 @@ func TestLookBack(t *testing.T) {
 	look := func(strict []string, filtered ...reality.Filtered) {
 		t.Helper()
 		got, err := See("/proc/sys").LookBack(t.Context(), []netip.Addr{endpoint, netip.MustParseAddr("fd00::5"), netip.MustParseAddr("192.0.2.1")})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if !slices.Equal(got.Strict, strict) || !slices.Equal(got.Filtered, filtered) || !got.Known {
 			t.Errorf("got %+v, want strict at %q and %v", got, strict, filtered)
 		}

@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/inspect/reality"
@@ -31,21 +32,15 @@ func ip(t *testing.T, lines ...string) {
 func write(t *testing.T, dir, setting, value string) {
 	t.Helper()
 	path := filepath.Join(dir, setting)
-	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
-		t.Fatal(err)
-	}
-	if err := os.WriteFile(path, []byte(value), 0o644); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.MkdirAll(filepath.Dir(path), 0o755))
+	require.NoError(t, os.WriteFile(path, []byte(value), 0o644))
 }
 
 // lookOut returns the ways to places by what See sees.
 func lookOut(t *testing.T, sysctls string, to reality.Places, from ...reality.Origin) *reality.Ways {
 	t.Helper()
 	found, err := See(sysctls).LookOut(t.Context(), to, from)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return found
 }
 

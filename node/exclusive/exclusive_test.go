@@ -16,6 +16,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/sockets"
@@ -150,9 +152,7 @@ func program(t *testing.T, name, as string, uid uint32) *exec.Cmd {
 	if err == nil {
 		err = os.Symlink(filepath.Join(programs, "program"), path)
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return run(t, exec.Command(path), as, uid)
 }
 
@@ -163,9 +163,7 @@ func run(t *testing.T, cmd *exec.Cmd, as string, uid uint32) *exec.Cmd {
 	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: uid, Gid: uid}}
 	nstest.EndWith(t, cmd)
 	out := nstest.Output(t, cmd)
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, cmd.Start())
 	t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
 	word := make([]byte, 256)
 	if n, err := out.Read(word); err != nil || string(word[:n]) != "ready\n" {
@@ -266,9 +264,7 @@ func TestInPod(t *testing.T) {
 func TestUnit(t *testing.T) {
 	t.Parallel()
 	unit, err := os.ReadFile("../../deploy/systemd/nodeproxy.service")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	_, line, _ := strings.Cut(string(unit), "\nCapabilityBoundingSet=")
 	line, _, _ = strings.Cut(line, "\n")
 	bounding := "-all"
@@ -276,9 +272,7 @@ func TestUnit(t *testing.T) {
 		bounding += ",+" + strings.ToLower(strings.TrimPrefix(name, "CAP_"))
 	}
 	self, err := os.Executable() // Another file than the one that kube-proxy runs.
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	nstest.Enter(t)
 	proxy := program(t, "kube-proxy", "nobody of note", 0)
 	cmd := exec.Command("setpriv", "--inh-caps=-all", "--bounding-set="+bounding, self)
@@ -295,13 +289,9 @@ func TestSameProgram(t *testing.T) {
 	t.Parallel()
 	nstest.Enter(t)
 	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	path := filepath.Join(t.TempDir(), "kube-proxy")
-	if err := os.Symlink(self, path); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.Symlink(self, path))
 	run(t, exec.Command(path), "nobody of note", 0)
 	g, _ := guard(t)
 	if other := g.Other(); other != nil {
@@ -338,9 +328,7 @@ func TestOwnSockets(t *testing.T) {
 func answerAsProxy(t *testing.T) {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:10256")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	server := &http.Server{Handler: kubeProxy()}
 	t.Cleanup(func() { _ = server.Close() })
 	go func() { _ = server.Serve(l) }()
@@ -382,9 +370,7 @@ func TestWait(t *testing.T) {
 	if err := late.Wait(t.Context(), func(Proxy) error { return wrong }); !errors.Is(err, wrong) {
 		t.Errorf("a wait that makes no sense: %v", err)
 	}
-	if err := g.Close(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, g.Close())
 	if err := late.Claim(t.Context()); err != nil || late.claim == nil {
 		t.Errorf("the claim was given back, and can't be had: %v", err)
 	}
@@ -436,9 +422,7 @@ func TestStopped(t *testing.T) {
 	t.Parallel()
 	nstest.Enter(t)
 	cmd := program(t, "anything", "a nodeproxy", 0)
-	if err := cmd.Process.Signal(syscall.SIGSTOP); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, cmd.Process.Signal(syscall.SIGSTOP))
 	g, _ := guard(t)
 	if other := g.Other(); other == nil || other.PID != cmd.Process.Pid {
 		t.Errorf("waits for %v, not for process %d", other, cmd.Process.Pid)
@@ -453,9 +437,7 @@ func BenchmarkOther(b *testing.B) {
 		if other := g.Other(); other != nil {
 			b.Fatalf("there is %v", other)
 		}
-		if err := g.Close(); err != nil {
-			b.Fatal(err)
-		}
+		require.NoError(b, g.Close())
 	}
 	b.ReportMetric(float64(len(sockets.PIDs())), "processes")
 }

@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/kernel/conntrack/conntracktest"
 	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/netlink"
@@ -257,9 +259,7 @@ func TestRulesInParts(t *testing.T) {
 	b := r.After(syncFunc(func() error { parts--; return nil }), func() bool { return parts > 0 })
 	change := plan.Keys{gone: {}}
 	for parts > 0 {
-		if err := b.Sync(t.Context(), p, plan.Only(change)); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, b.Sync(t.Context(), p, plan.Only(change)))
 		change = nil
 		k.Flows = staleFlows(1)
 		mustPass(t, r)
@@ -290,9 +290,7 @@ func TestRulesNotTaken(t *testing.T) {
 		}
 	}
 	refused = nil
-	if err := b.Sync(t.Context(), p, plan.Everything()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, b.Sync(t.Context(), p, plan.Everything()))
 	for i := range passesAfterEnd + 1 {
 		k.Flows, r.work.all = staleFlows(1), true
 		mustPass(t, r)
@@ -369,9 +367,7 @@ func TestRunAtOnce(t *testing.T) {
 	sp := service("dns", plan.UDP, "10.96.0.10:53", "10.244.2.2:5353")
 	p.Set(sp)
 	b := r.After(syncFunc(func() error { return nil }), nil)
-	if err := b.Sync(t.Context(), p, plan.Only(plan.Keys{sp.Key: {}})); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, b.Sync(t.Context(), p, plan.Only(plan.Keys{sp.Key: {}})))
 	k.Wait(t, "the pass after a change", func() bool { return len(k.Flows) == 0 })
 }
 

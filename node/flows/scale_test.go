@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/conntrack/conntracktest"
 	"nodeproxy/plan"
@@ -34,13 +36,9 @@ func fill(t testing.TB, e entry, n int) {
 func readNumber(t testing.TB, name string) int {
 	t.Helper()
 	b, err := os.ReadFile("/proc/sys/net/netfilter/" + name)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	n, err := strconv.Atoi(strings.TrimSpace(string(b)))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return n
 }
 

@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/internal/nstest"
 	"nodeproxy/plan"
 )
@@ -32,9 +34,7 @@ func translate(t testing.TB, protocol, addr string, port int, endpoint string) {
 func udpServer(t testing.TB, name, at string) {
 	t.Helper()
 	c, err := net.ListenPacket("udp", at)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { c.Close() })
 	go func() {
 		buf := make([]byte, 100)
@@ -74,9 +74,7 @@ func TestRealFlow(t *testing.T) {
 		udpServer(t, "one", "10.0.0.1:5353")
 		udpServer(t, "two", "10.0.0.2:5353")
 		c, err := (&net.Dialer{LocalAddr: &net.UDPAddr{Port: 40000}}).DialContext(t.Context(), "udp", "10.96.0.10:53")
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		defer c.Close()
 		if got := ask(c, unanswered); got == "one" || got == "two" {
 			t.Fatalf("without rules: %s", got)
@@ -113,9 +111,7 @@ func TestRealFlow(t *testing.T) {
 func echoServer(t testing.TB, at string) {
 	t.Helper()
 	l, err := net.Listen("tcp", at)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { l.Close() })
 	go func() {
 		for {
@@ -150,9 +146,7 @@ func TestRealReset(t *testing.T) {
 			echoServer(t, "10.0.0.2:8080")
 			use("10.0.0.1:8080")
 			c, err := net.DialTimeout("tcp", "10.96.0.10:80", 20*time.Second)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			defer c.Close()
 			if got := ask(c, 20*time.Second); got != "?" {
 				t.Fatalf("before: %s", got)

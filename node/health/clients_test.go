@@ -14,6 +14,8 @@ import (
 	"sync/atomic"
 	"testing"
 	"time"
+
+	"github.com/stretchr/testify/require"
 )
 
 // serverAt starts a server that answers as serving says, at an address of its own, until the test ends.
@@ -46,9 +48,7 @@ func say(t *testing.T, addr netip.AddrPort, text string) net.Conn {
 	if err == nil {
 		_, err = io.WriteString(conn, text)
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { conn.Close() })
 	return conn
 }

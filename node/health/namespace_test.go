@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	"github.com/vishvananda/netlink"
 
 	"nodeproxy/internal/nstest"
@@ -20,17 +21,13 @@ import (
 func addLink(t *testing.T, name string) netlink.Link {
 	t.Helper()
 	link := &netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: name}, PeerName: "peer-" + name}
-	if err := netlink.LinkAdd(link); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, netlink.LinkAdd(link))
 	for _, end := range []string{"peer-" + name, name} {
 		l, err := netlink.LinkByName(end)
 		if err == nil {
 			err = netlink.LinkSetUp(l)
 		}
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 	}
 	return link
 }
@@ -38,24 +35,18 @@ func addLink(t *testing.T, name string) netlink.Link {
 func address(t *testing.T, text string) *netlink.Addr {
 	t.Helper()
 	a, err := netlink.ParseAddr(text)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return a
 }
 
 func add(t *testing.T, link netlink.Link, text string) {
 	t.Helper()
-	if err := netlink.AddrAdd(link, address(t, text)); err != nil {
-		t.Fatalf("%s: %v", text, err)
-	}
+	require.NoError(t, netlink.AddrAdd(link, address(t, text)), "%s", text)
 }
 
 func del(t *testing.T, link netlink.Link, text string) {
 	t.Helper()
-	if err := netlink.AddrDel(link, address(t, text)); err != nil {
-		t.Fatalf("%s: %v", text, err)
-	}
+	require.NoError(t, netlink.AddrDel(link, address(t, text)), "%s", text)
 }
 
 // TestAddressesComeAndGo: with ranges, sockets follow the host's addresses of both families, among them one that the kernel
@@ -154,9 +145,7 @@ func TestAddressesOfServices(t *testing.T) {
 		want string
 	}{{nil, "[127.0.0.1 192.168.1.10 192.168.9.9]"}, {[]string{"kube-ipvs0", "none"}, "[127.0.0.1 192.168.1.10]"}} {
 		all, err := newKernelAddresses(tc.not).list()
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		var v4 []netip.Addr
 		for _, a := range all {
 			if a.Is4() {
@@ -193,9 +182,7 @@ func listening(t *testing.T) []string {
 	var out []string
 	for _, family := range []uint8{syscall.AF_INET, syscall.AF_INET6} {
 		sockets, err := netlink.SocketDiagTCP(family)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		for _, s := range sockets {
 			const listen = 10 // TCP_LISTEN
 			if s.State == listen && s.ID.SourcePort == 32000 {

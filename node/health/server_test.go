@@ -14,6 +14,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/plan"
 )
 
@@ -60,9 +62,7 @@ func get(url string) (int, http.Header, string, error) {
 func taken(t *testing.T) (net.Listener, netip.AddrPort) {
 	t.Helper()
 	l, err := net.Listen("tcp4", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { l.Close() })
 	return l, netip.MustParseAddrPort(l.Addr().String())
 }
@@ -185,9 +185,7 @@ func TestAnswersNameProgram(t *testing.T) {
 		}
 	}
 	resp, err := http.Post("http://"+addr.String()+"/healthz", "", nil)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	resp.Body.Close()
 	if resp.StatusCode != 405 || resp.Header.Get("Server") != program {
 		t.Errorf("POST: %s, header %v", resp.Status, resp.Header)

@@ -14,6 +14,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/internal/nstest"
 	"nodeproxy/plan"
 	"nodeproxy/source"
@@ -284,9 +287,7 @@ func TestCountsKeepTheSocket(t *testing.T) {
 	b.set(servicePort(svcA, "", plan.IPv4, number, "10.0.0.1:80+"))
 	b.eventually("127.0.0.1", number, "200 1")
 	c, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", number))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer c.Close()
 	_ = c.SetDeadline(time.Now().Add(time.Minute))
 	buf := make([]byte, 4096)
@@ -388,9 +389,7 @@ func TestPortsWhileProgramsStart(t *testing.T) {
 	defer cancel()
 	starting.Go(func() {
 		for ctx.Err() == nil {
-			if err := exec.Command("true").Run(); err != nil {
-				t.Error(err)
-			}
+			assert.NoError(t, exec.Command("true").Run())
 		}
 	})
 	p := plan.New(plan.Node{}, onLoopback)

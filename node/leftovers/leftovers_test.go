@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/internal/nstest"
@@ -65,9 +66,7 @@ table ip mine {
 		runNFT(t, fmt.Sprintf("add element %s kube-proxy service-ips { %s . tcp . 80 : goto endpoint }", family, address))
 	}
 	found, err := Find()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var names []string
 	for _, l := range found {
 		names = append(names, l.String())
@@ -95,9 +94,7 @@ func TestCounters(t *testing.T) {
 	nstest.Enter(t)
 	const accountingNew, accountingName = unix.NFNL_SUBSYS_ACCT << 8, 1
 	c, err := netlink.Dial(unix.NETLINK_NETFILTER)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { c.Close() })
 	for _, name := range append([]string{"mine"}, names.Counters...) {
 		body := netlink.Buffer{unix.AF_UNSPEC, 0, 0, 0}.Text(accountingName, name)
@@ -137,12 +134,8 @@ func TestOwned(t *testing.T) {
 	nstest.Enter(t)
 	owner := exec.Command("nft", "-i")
 	in, err := owner.StdinPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := owner.Start(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
+	require.NoError(t, owner.Start())
 	t.Cleanup(func() { in.Close(); _ = owner.Wait() })
 	fmt.Fprintln(in, "table ip kube-proxy { flags owner; }")
 	found, err := Find()

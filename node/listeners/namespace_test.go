@@ -9,6 +9,7 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
@@ -31,25 +32,19 @@ func node(t *testing.T) bool {
 // device makes a device, of the pair that every kernel has, and gives it addresses.
 func device(t *testing.T, name string, addresses ...string) {
 	t.Helper()
-	if err := netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: name}, PeerName: "peer-" + name}); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: name}, PeerName: "peer-" + name}))
 	link, err := netlink.LinkByName(name)
 	if err == nil {
 		err = netlink.LinkSetUp(link)
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for _, text := range addresses {
 		addr, err := netlink.ParseAddr(text)
 		if err == nil {
 			addr.Flags = unix.IFA_F_NODAD
 			err = netlink.AddrAdd(link, addr)
 		}
-		if err != nil {
-			t.Fatalf("%s: %v", text, err)
-		}
+		require.NoError(t, err, "%s", text)
 	}
 }
 
@@ -66,9 +61,7 @@ func listen(t *testing.T, network, address string) (closeIt func()) {
 		}}
 		closer, err = config.Listen(context.Background(), network, address)
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { closer.Close() })
 	return func() { closer.Close() }
 }

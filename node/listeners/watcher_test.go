@@ -14,6 +14,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/kernel/sockets"
 	"nodeproxy/plan"
 	"nodeproxy/source"
@@ -205,9 +207,7 @@ func TestUDPSenders(t *testing.T) {
 	w := newWatched(t, plan.Settings{})
 	w.gap = time.Hour
 	sender, err := net.ListenPacket("udp4", "10.0.0.5:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer sender.Close()
 	port := uint16(sender.LocalAddr().(*net.UDPAddr).Port)
 	w.set(servicePort("web", plan.IPv4, []plan.Frontend{at(plan.NodePort, "", plan.UDP, port)}))
@@ -223,9 +223,7 @@ func TestUDPSenders(t *testing.T) {
 	}
 	from, to := netip.MustParseAddrPort("10.0.0.6:30053"), netip.MustParseAddrPort("10.0.0.5:53")
 	connected, err := net.DialUDP("udp4", net.UDPAddrFromAddrPort(from), net.UDPAddrFromAddrPort(to))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer connected.Close()
 	w.set(servicePort("dns", plan.IPv4, []plan.Frontend{at(plan.NodePort, "", plan.UDP, 30053)}))
 	if found := w.see(); len(found) != 0 {

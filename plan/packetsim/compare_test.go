@@ -5,6 +5,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
 )
@@ -146,9 +148,7 @@ func TestCompare(t *testing.T) {
 		return []packetsim.Effect{dnat(p, "10.0.0.1:8080", 1)}
 	})}}, packetsim.PreRouting, -100, true)
 	for _, pkt := range []plan.Packet{to(vip, 80), to(vip, 81)} {
-		if err := packetsim.Compare(e, right, pkt, node); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, packetsim.Compare(e, right, pkt, node))
 	}
 	wrong := packetsim.New(plan.IPv4)
 	err := packetsim.Compare(e, wrong, to(vip, 80), node)

@@ -7,6 +7,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
 )
@@ -49,9 +51,7 @@ func always(e packetsim.Effect) testRule {
 func checkTrace(t *testing.T, m *packetsim.Machine, want ...string) {
 	t.Helper()
 	outcomes, err := m.Trace(to(vip, 80), packetsim.Node{Local: local})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var got []string
 	for _, o := range outcomes {
 		got = append(got, o.String())

@@ -5,6 +5,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/stretchr/testify/require"
 )
 
 const kubeconfig = `apiVersion: v1
@@ -17,21 +19,15 @@ current-context: x
 
 func TestClientConfig(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "kubeconfig")
-	if err := os.WriteFile(file, []byte(kubeconfig), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(file, []byte(kubeconfig), 0o600))
 	cfg, err := ClientConfig{Kubeconfig: file}.rest()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if cfg.Host != "https://192.0.2.1:6443" || cfg.BearerToken != "t" || cfg.QPS != 5 || cfg.Burst != 10 ||
 		cfg.ContentType != "application/vnd.kubernetes.protobuf" || !strings.HasPrefix(cfg.AcceptContentTypes, cfg.ContentType+",") {
 		t.Errorf("defaults: %+v", cfg)
 	}
 	cfg, err = ClientConfig{Kubeconfig: file, Master: "https://192.0.2.2", ContentType: "application/json", QPS: 50, Burst: 100}.rest()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if cfg.Host != "https://192.0.2.2" || cfg.BearerToken != "t" || cfg.QPS != 50 || cfg.Burst != 100 || cfg.ContentType != "application/json" {
 		t.Errorf("all given: %+v", cfg)
 	}
@@ -40,9 +36,7 @@ func TestClientConfig(t *testing.T) {
 func TestClientConfigErrors(t *testing.T) {
 	t.Setenv("KUBERNETES_SERVICE_HOST", "")
 	broken := filepath.Join(t.TempDir(), "broken")
-	if err := os.WriteFile(broken, []byte("clusters: 7"), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(broken, []byte("clusters: 7"), 0o600))
 	for want, c := range map[string]ClientConfig{
 		"/no/such/file":        {Kubeconfig: "/no/such/file"},
 		broken:                 {Kubeconfig: broken},

@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
 	networking "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -69,9 +71,7 @@ func (r *recorder) sees(what string, condition func() bool) {
 // clientOf returns a client that speaks JSON with a server.
 func clientOf(t *testing.T, url string) *Client {
 	client, err := NewClient(ClientConfig{Master: url, ContentType: "application/json", AcceptContentTypes: "application/json", QPS: -1})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return client
 }
 
@@ -87,9 +87,7 @@ func start(t *testing.T, f *apiservertest.Server, change func(*Config)) (*Source
 	t.Cleanup(func() {
 		select {
 		case err := <-ended:
-			if err != nil {
-				t.Errorf("Run: %v", err)
-			}
+			assert.NoError(t, err, "Run")
 		case <-time.After(time.Minute):
 			t.Error("Run goes on after its context has ended")
 		}

@@ -8,6 +8,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -53,9 +54,7 @@ func TestLoadTimeLimit(t *testing.T) {
 		})
 		client, err := newClient(&rest.Config{Host: f.URL, QPS: -1, Transport: answer,
 			ContentConfig: rest.ContentConfig{ContentType: "application/json", AcceptContentTypes: "application/json"}})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		_, err = Load(t.Context(), Config{Client: client, NodeName: "node1", loadTimeout: 50 * time.Millisecond})
 		want := "listing endpointslices: the API server " + f.URL + " has not delivered everything within 50ms"
 		if err == nil || err.Error() != want {

@@ -12,6 +12,8 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -378,9 +380,7 @@ func TestRunEndsAtOnce(t *testing.T) {
 			t.Parallel()
 			synctest.Test(t, func(t *testing.T) {
 				client, err := newClient(&rest.Config{Host: "http://api.example", QPS: -1, Transport: answer})
-				if err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, err)
 				s := New(Config{Client: client, NodeName: "n1", Log: slog.New(slog.DiscardHandler)})
 				ctx, cancel := context.WithCancel(t.Context())
 				ended := make(chan error, 1)
@@ -388,9 +388,7 @@ func TestRunEndsAtOnce(t *testing.T) {
 				time.Sleep(time.Minute) // By then, it waits for many seconds between two attempts.
 				cancel()
 				begun := time.Now()
-				if err := <-ended; err != nil {
-					t.Error(err)
-				}
+				assert.NoError(t, <-ended)
 				if took := time.Since(begun); took > 0 {
 					t.Errorf("Run ends %v after its context", took)
 				}

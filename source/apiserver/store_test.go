@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -31,9 +32,7 @@ func TestFirstListPassesOn(t *testing.T) {
 	stream := func(first, n int) (list []any) {
 		for i := first; i < first+n; i++ {
 			kept, err := s.Transformer()(&v1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "ns", Name: fmt.Sprint(i), ResourceVersion: "1"}})
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			list = append(list, kept)
 		}
 		return list
@@ -46,9 +45,7 @@ func TestFirstListPassesOn(t *testing.T) {
 	if len(known) != aheadSize || batches != 1 || complete {
 		t.Errorf("%d have come in %d batches, complete: %t", len(known), batches, complete)
 	}
-	if err := s.Replace(stream(5, 2*aheadSize), "2"); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, s.Replace(stream(5, 2*aheadSize), "2"))
 	if len(known) != 2*aheadSize || known[types.NamespacedName{Namespace: "ns", Name: "4"}] != nil || !complete {
 		t.Errorf("in the end there are %d, complete: %t", len(known), complete)
 	}

@@ -7,6 +7,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
@@ -24,9 +25,7 @@ func TestLines(t *testing.T) {
 			t.Fatalf("%d documents in %q", len(docs), text)
 		}
 		root, err := docs[0].Parse()
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		for field, line := range want {
 			if got := Line(root, field); got != line {
 				t.Errorf("%q: %q is on line %d, want %d", text, field, got, line)

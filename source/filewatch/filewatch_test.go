@@ -10,29 +10,24 @@ import (
 	"strings"
 	"testing"
 	"time"
-)
 
-func must(t *testing.T, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
+	"github.com/stretchr/testify/require"
+)
 
 // TestDirectories holds which directories matter for a file behind links, such as one in the volume of a ConfigMap.
 func TestDirectories(t *testing.T) {
 	t.Parallel()
 	top := t.TempDir()
 	for _, dir := range []string{"volume/..v1", "elsewhere"} {
-		must(t, os.MkdirAll(filepath.Join(top, dir), 0o755))
+		require.NoError(t, os.MkdirAll(filepath.Join(top, dir), 0o755))
 	}
 	for path, target := range map[string]string{
 		"volume/..data": "..v1", "volume/file": "..data/file", "volume/gone": "../none/x/file",
 		"link": "volume", "chain": "elsewhere/chain", "elsewhere/chain": filepath.Join(top, "volume/file"),
 	} {
-		must(t, os.Symlink(target, filepath.Join(top, path)))
+		require.NoError(t, os.Symlink(target, filepath.Join(top, path)))
 	}
-	must(t, os.WriteFile(filepath.Join(top, "volume/..v1/file"), nil, 0o644))
+	require.NoError(t, os.WriteFile(filepath.Join(top, "volume/..v1/file"), nil, 0o644))
 	for path, want := range map[string]string{
 		"volume/..v1/file": "volume/..v1",
 		"volume/file":      "volume volume/..data",
@@ -43,7 +38,7 @@ func TestDirectories(t *testing.T) {
 		var got []string
 		for _, dir := range slices.Sorted(maps.Keys(Directories(filepath.Join(top, path)))) {
 			rel, err := filepath.Rel(top, dir)
-			must(t, err)
+			require.NoError(t, err)
 			got = append(got, rel)
 		}
 		if text := strings.Join(got, " "); text != want {
@@ -62,7 +57,7 @@ func TestWatcher(t *testing.T) {
 		t.Error("what Watch says of new directories is wrong")
 	}
 	for _, dir := range []string{first, second} {
-		must(t, os.WriteFile(filepath.Join(dir, "file"), nil, 0o644))
+		require.NoError(t, os.WriteFile(filepath.Join(dir, "file"), nil, 0o644))
 	}
 	select {
 	case e := <-w.C:
@@ -82,13 +77,13 @@ func TestWatchWhileEventsWait(t *testing.T) {
 	dir, away := filepath.Join(top, "dir"), filepath.Join(top, "away")
 	w := New(slog.New(slog.DiscardHandler))
 	defer w.Close()
-	must(t, os.Mkdir(dir, 0o755))
+	require.NoError(t, os.Mkdir(dir, 0o755))
 	w.Watch(map[string]bool{dir: true})
 	for _, name := range []string{"a", "b", "c"} { // More than are received before C is.
-		must(t, os.WriteFile(filepath.Join(dir, name), nil, 0o644))
+		require.NoError(t, os.WriteFile(filepath.Join(dir, name), nil, 0o644))
 	}
-	must(t, os.Rename(dir, away))
-	must(t, os.RemoveAll(away))
+	require.NoError(t, os.Rename(dir, away))
+	require.NoError(t, os.RemoveAll(away))
 	for range 20 {
 		select {
 		case <-w.C:
@@ -116,7 +111,7 @@ func TestManyEvents(t *testing.T) {
 	defer w.Close()
 	w.Watch(map[string]bool{dir: true})
 	for i := range 3 * mostWaiting {
-		must(t, os.WriteFile(filepath.Join(dir, strconv.Itoa(i)), nil, 0o644))
+		require.NoError(t, os.WriteFile(filepath.Join(dir, strconv.Itoa(i)), nil, 0o644))
 	}
 	for end := time.After(time.Minute); ; {
 		select {

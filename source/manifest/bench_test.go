@@ -8,6 +8,7 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"sigs.k8s.io/yaml"
 )
 
@@ -40,7 +41,7 @@ func benchManifest(b *testing.B, n int, format string) []byte {
 	for i, text := range objects {
 		var err error
 		objects[i], err = yaml.JSONToYAML(text)
-		must(b, err)
+		require.NoError(b, err)
 	}
 	if format == "yaml" {
 		return bytes.Join(objects, []byte("---\n"))
@@ -61,7 +62,7 @@ func BenchmarkLoad(b *testing.B) {
 			}
 			path := filepath.Join(b.TempDir(), name)
 			data := benchManifest(b, 10_000, format)
-			must(b, os.WriteFile(path, data, 0o644))
+			require.NoError(b, os.WriteFile(path, data, 0o644))
 			b.SetBytes(int64(len(data)))
 			for b.Loop() {
 				batch, err := Load(Config{Path: path})
@@ -77,7 +78,7 @@ func BenchmarkLoad(b *testing.B) {
 func BenchmarkEdit(b *testing.B) {
 	data := benchManifest(b, 10_000, "json")
 	_, s, err := Config{Path: "all.json"}.open()
-	must(b, err)
+	require.NoError(b, err)
 	versions := [2][]byte{data, bytes.Replace(data, []byte("10.20.5.2"), []byte("10.20.5.9"), 1)}
 	i := 0
 	next := func() int {

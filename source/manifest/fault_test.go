@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	"k8s.io/apimachinery/pkg/types"
 
 	"nodeproxy/source"
@@ -57,15 +58,15 @@ func (r *running) nothingChanged(since int, what string) {
 func overwrite(t *testing.T, path string, pause time.Duration, pieces ...string) {
 	t.Helper()
 	f, err := os.Create(path)
-	must(t, err)
+	require.NoError(t, err)
 	for i, piece := range pieces {
 		if i > 0 {
 			time.Sleep(pause) // Who writes is slow.
 		}
 		_, err := f.WriteString(piece)
-		must(t, err)
+		require.NoError(t, err)
 	}
-	must(t, f.Close())
+	require.NoError(t, f.Close())
 }
 
 // TestCutAtEveryByte cuts a file of twenty documents at every byte, or with -short at one in eleven. No object may leave or change.
@@ -78,7 +79,7 @@ func TestCutAtEveryByte(t *testing.T) {
 		step = 11
 	}
 	for at := len(text) - 1; at >= 0; at -= step {
-		must(t, os.Truncate(file, int64(at)))
+		require.NoError(t, os.Truncate(file, int64(at)))
 		time.Sleep(4 * time.Millisecond) // Some of the states are to be read, and nothing says which were.
 	}
 	r.awaitSaid("all.yaml:1: ")
@@ -101,7 +102,7 @@ func TestCutForLong(t *testing.T) {
 			t.Parallel()
 			r, file, text := startTwenty(t)
 			before := r.count()
-			must(t, os.Truncate(file, int64(at(text))))
+			require.NoError(t, os.Truncate(file, int64(at(text))))
 			r.awaitSaid("all.yaml:")
 			time.Sleep(3 * quiet) // Nothing is to change, also after this time.
 			r.nothingChanged(before, what)
@@ -125,28 +126,31 @@ func TestFilesThatCantBeRead(t *testing.T) {
 	t.Parallel()
 	for what, fault := range map[string]func(t *testing.T, dir string){
 		"dangling": func(t *testing.T, dir string) {
-			must(t, os.RemoveAll(filepath.Join(dir, "web.yaml")))
-			must(t, os.Symlink("/does/not/exist", filepath.Join(dir, "web.yaml")))
+			require.NoError(t, os.RemoveAll(filepath.Join(dir, "web.yaml")))
+			require.NoError(t, os.Symlink("/does/not/exist", filepath.Join(dir, "web.yaml")))
 		},
 		"unreadable": func(t *testing.T, dir string) { // Reading it is an I/O error.
-			must(t, os.Symlink("/proc/self/mem", filepath.Join(dir, ".new")))
-			must(t, os.Rename(filepath.Join(dir, ".new"), filepath.Join(dir, "web.yaml")))
+			require.NoError(t, os.Symlink("/proc/self/mem", filepath.Join(dir, ".new")))
+			require.NoError(t, os.Rename(filepath.Join(dir, ".new"), filepath.Join(dir, "web.yaml")))
 		},
 		"no file": func(t *testing.T, dir string) {
-			must(t, os.Symlink("/dev/zero", filepath.Join(dir, ".new")))
-			must(t, os.Rename(filepath.Join(dir, ".new"), filepath.Join(dir, "web.yaml")))
+			require.NoError(t, os.Symlink("/dev/zero", filepath.Join(dir, ".new")))
+			require.NoError(t, os.Rename(filepath.Join(dir, ".new"), filepath.Join(dir, "web.yaml")))
 		},
-		"directory gone":      func(t *testing.T, dir string) { must(t, os.Rename(dir, dir+".away")) },
-		"directory removed":   func(t *testing.T, dir string) { must(t, os.RemoveAll(dir)) },
-		"another directory":   func(t *testing.T, dir string) { must(t, os.Rename(dir, dir+".away")); must(t, os.Mkdir(dir, 0o755)) },
-		"a file in its place": func(t *testing.T, dir string) { must(t, os.Rename(dir, dir+".away")); write(t, dir, "x") },
+		"directory gone":    func(t *testing.T, dir string) { require.NoError(t, os.Rename(dir, dir+".away")) },
+		"directory removed": func(t *testing.T, dir string) { require.NoError(t, os.RemoveAll(dir)) },
+		"another directory": func(t *testing.T, dir string) {
+			require.NoError(t, os.Rename(dir, dir+".away"))
+			require.NoError(t, os.Mkdir(dir, 0o755))
+		},
+		"a file in its place": func(t *testing.T, dir string) { require.NoError(t, os.Rename(dir, dir+".away")); write(t, dir, "x") },
 		"a link to nowhere": func(t *testing.T, dir string) {
-			must(t, os.Rename(dir, dir+".away"))
-			must(t, os.Symlink("/does/not/exist", dir))
+			require.NoError(t, os.Rename(dir, dir+".away"))
+			require.NoError(t, os.Symlink("/does/not/exist", dir))
 		},
 		"subdirectory no link": func(t *testing.T, dir string) {
-			must(t, os.Rename(dir+"/sub", dir+"/.away"))
-			must(t, os.Symlink("/does/not/exist", dir+"/sub"))
+			require.NoError(t, os.Rename(dir+"/sub", dir+"/.away"))
+			require.NoError(t, os.Symlink("/does/not/exist", dir+"/sub"))
 		},
 	} {
 		t.Run(what, func(t *testing.T) {
@@ -194,7 +198,7 @@ func TestReplacedAfterStartOverBroken(t *testing.T) {
 		r := start(t, dir)
 		r.awaitState("what can be read", l2)
 		begun := time.Now()
-		must(t, os.RemoveAll(file))
+		require.NoError(t, os.RemoveAll(file))
 		time.Sleep(25 * time.Millisecond) // It is away for less than quiet.
 		write(t, file, m1)
 		took := time.Since(begun)
@@ -226,7 +230,7 @@ func TestRemovedAfterStartOverBroken(t *testing.T) {
 	dir := writeFiles(t, map[string]string{"other.yaml": m2, "web.yaml": ""})
 	r := start(t, dir)
 	r.awaitState("what can be read", l2)
-	must(t, os.RemoveAll(filepath.Join(dir, "web.yaml")))
+	require.NoError(t, os.RemoveAll(filepath.Join(dir, "web.yaml")))
 	r.await("whole", func() bool { return r.extent() == source.Whole })
 	r.await("no fault", func() bool { return len(r.source.Faults()) == 0 })
 }
@@ -287,8 +291,8 @@ func TestStartOverBroken(t *testing.T) {
 			write(t, file, text[:strings.Index(text, "Nodeport")+len("Node")])
 		},
 		"refused":   func(file string) { write(t, file, strings.Replace(m1, "ports", "type: Nodeport\n  ports", 1)) },
-		"dangling":  func(file string) { must(t, os.Symlink("/does/not/exist", file)) },
-		"I/O error": func(file string) { must(t, os.Symlink("/proc/self/mem", file)) },
+		"dangling":  func(file string) { require.NoError(t, os.Symlink("/does/not/exist", file)) },
+		"I/O error": func(file string) { require.NoError(t, os.Symlink("/proc/self/mem", file)) },
 	} {
 		t.Run(what, func(t *testing.T) {
 			t.Parallel()
@@ -308,7 +312,7 @@ func TestStartOverBroken(t *testing.T) {
 			} else if len(faults) != 1 || !strings.Contains(faults[0], file) {
 				t.Errorf("faults: %q", faults)
 			}
-			must(t, os.RemoveAll(file))
+			require.NoError(t, os.RemoveAll(file))
 			write(t, file, m1)
 			r.awaitState("mended", l2+l1)
 			r.await("whole", func() bool { // It may have come before the object, when the file was seen to be gone.

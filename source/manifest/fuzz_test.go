@@ -6,6 +6,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/source"
 )
 
@@ -18,9 +20,7 @@ func FuzzDecode(f *testing.F) {
 	}
 	for _, path := range files {
 		data, err := os.ReadFile(path)
-		if err != nil {
-			f.Fatal(err)
-		}
+		require.NoError(f, err)
 		f.Add(data, false)
 	}
 	for _, s := range []string{
@@ -46,9 +46,7 @@ func FuzzDecode(f *testing.F) {
 		cfg := tightConfig()
 		cfg.Report = found.Report
 		s, err := newStore(cfg)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		put := func() source.Batch {
 			return s.update([]*reading{{path: name, data: data}}, nil)
 		}

@@ -5,6 +5,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/source"
 )
 
@@ -110,7 +112,7 @@ func TestMove(t *testing.T) {
 	t.Parallel()
 	var f findings
 	_, s, err := Config{Path: "x", Report: f.Report}.open()
-	must(t, err)
+	require.NoError(t, err)
 	put := func(name, content string) string {
 		return describe(s.update([]*reading{{path: name, data: []byte(content)}}, nil))
 	}

@@ -6,6 +6,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/source"
 	"nodeproxy/source/sourcetest"
 )
@@ -33,15 +35,8 @@ func writeFiles(t testing.TB, files map[string]string) string {
 
 func write(t testing.TB, path, content string) {
 	t.Helper()
-	must(t, os.MkdirAll(filepath.Dir(path), 0o755))
-	must(t, os.WriteFile(path, []byte(content), 0o644))
-}
-
-func must(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.MkdirAll(filepath.Dir(path), 0o755))
+	require.NoError(t, os.WriteFile(path, []byte(content), 0o644))
 }
 
 // load loads one manifest; names of files in the findings are without their directory.
@@ -59,7 +54,7 @@ func loadFiles(t testing.TB, files map[string]string, change ...func(*Config)) (
 		c(&cfg)
 	}
 	batch, err := Load(cfg)
-	must(t, err)
+	require.NoError(t, err)
 	for i := range f {
 		f[i].Where = strings.ReplaceAll(f[i].Where, dir+"/", "")
 		f[i].Detail = strings.ReplaceAll(f[i].Detail, dir+"/", "")

@@ -6,6 +6,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/source"
 )
 
@@ -105,9 +107,7 @@ svc default/internal-api ClusterIP 10.96.121.2 :8080/TCP->8080`,
 func TestSeeds(t *testing.T) {
 	t.Parallel()
 	files, err := os.ReadDir(seedsDir)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if len(files) != len(seeds) {
 		t.Errorf("%d files, but %d expectations", len(files), len(seeds))
 	}
@@ -117,9 +117,7 @@ func TestSeeds(t *testing.T) {
 			path := filepath.Join(seedsDir, name)
 			var f findings
 			b, err := Load(Config{Path: path, Report: f.Report})
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			same(t, "objects", describe(b), want.objects)
 			var notes []string
 			for _, x := range f {
@@ -138,9 +136,7 @@ func TestSeedsTogether(t *testing.T) {
 	t.Parallel()
 	var f findings
 	b, err := Load(Config{Path: seedsDir, Report: f.Report})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	same(t, "a Service of several files", describeService(b.Services[nameOf("default", "service-python")]),
 		"svc default/service-python ClusterIP 10.96.85.105 :3000/TCP->443")
 	if len(b.Services) != 21 || len(b.EndpointSlices) != 9 {

@@ -11,6 +11,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/source"
 )
 
@@ -73,16 +76,14 @@ func start(t *testing.T, path string) *running {
 	t.Helper()
 	r := &running{t: t, path: path}
 	s, err := New(Config{Path: path, Report: r.report})
-	must(t, err)
+	require.NoError(t, err)
 	r.source = s
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error)
 	go func() { done <- s.Run(ctx, r) }()
 	t.Cleanup(func() {
 		cancel()
-		if err := <-done; err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, <-done)
 	})
 	return r
 }
@@ -129,9 +130,9 @@ func TestWatchSaves(t *testing.T) {
 	write(t, file, m2) // truncate and write
 	r.awaitState("write", otherLine+l2)
 	write(t, filepath.Join(dir, ".web.yaml.swp"), m3)
-	must(t, os.Rename(filepath.Join(dir, ".web.yaml.swp"), file)) // write beside, rename over
+	require.NoError(t, os.Rename(filepath.Join(dir, ".web.yaml.swp"), file)) // write beside, rename over
 	r.awaitState("rename over", otherLine+l3)
-	must(t, os.Rename(file, file+"~")) // move away, write anew
+	require.NoError(t, os.Rename(file, file+"~")) // move away, write anew
 	write(t, file, m1)
 	r.awaitState("backup and write", otherLine+l1)
 	sub, subLine := at("sub", 7)
@@ -139,15 +140,15 @@ func TestWatchSaves(t *testing.T) {
 	r.awaitState("a new directory", otherLine+subLine+l1)
 	write(t, filepath.Join(dir, "a/b/sub.yaml"), strings.Replace(sub, "sub", "bus", 1))
 	r.awaitState("a file in it", strings.Replace(subLine, "sub", "bus", 1)+otherLine+l1)
-	must(t, os.RemoveAll(filepath.Join(dir, "a")))
+	require.NoError(t, os.RemoveAll(filepath.Join(dir, "a")))
 	r.awaitState("the directory removed", otherLine+l1)
-	must(t, os.Rename(file, filepath.Join(dir, "renamed.yaml")))
+	require.NoError(t, os.Rename(file, filepath.Join(dir, "renamed.yaml")))
 	before := r.count()
 	time.Sleep(100 * time.Millisecond) // No batch is to come, and there is no sign of that.
 	if r.count() != before {
 		t.Errorf("a file with another name and the same objects makes %d batches", r.count()-before)
 	}
-	must(t, os.RemoveAll(filepath.Join(dir, "renamed.yaml")))
+	require.NoError(t, os.RemoveAll(filepath.Join(dir, "renamed.yaml")))
 	r.awaitState("removed", otherLine)
 	for _, b := range r.batches[1:] {
 		if b.Synced || len(b.Services) > 2 {
@@ -196,7 +197,7 @@ func TestWatchBroken(t *testing.T) {
 	r.awaitState("mended, with one object less", ol2)
 	write(t, file, "")
 	r.awaitSaid("all.yaml:1: the file is empty, as while it is being written; all objects of the file stay as they were")
-	must(t, os.RemoveAll(file))
+	require.NoError(t, os.RemoveAll(file))
 	r.awaitState("removed", "")
 }
 
@@ -240,8 +241,8 @@ func TestWatchConfigMap(t *testing.T) {
 	m2, l2 := at("web", 2)
 	m3, l3 := at("web", 3)
 	dir := writeFiles(t, map[string]string{"..v1/web.yaml": m1})
-	must(t, os.Symlink("..v1", filepath.Join(dir, "..data")))
-	must(t, os.Symlink("..data/web.yaml", filepath.Join(dir, "web.yaml")))
+	require.NoError(t, os.Symlink("..v1", filepath.Join(dir, "..data")))
+	require.NoError(t, os.Symlink("..data/web.yaml", filepath.Join(dir, "web.yaml")))
 	whole, single := start(t, dir), start(t, filepath.Join(dir, "web.yaml"))
 	both := func(what, want string) {
 		t.Helper()
@@ -252,10 +253,10 @@ func TestWatchConfigMap(t *testing.T) {
 	for i, version := range []struct{ manifest, line string }{{m2, l2}, {m3, l3}} {
 		name := fmt.Sprintf("..v%d", i+2)
 		write(t, filepath.Join(dir, name, "web.yaml"), version.manifest)
-		must(t, os.Symlink(name, filepath.Join(dir, "..data_tmp")))
-		must(t, os.Rename(filepath.Join(dir, "..data_tmp"), filepath.Join(dir, "..data")))
+		require.NoError(t, os.Symlink(name, filepath.Join(dir, "..data_tmp")))
+		require.NoError(t, os.Rename(filepath.Join(dir, "..data_tmp"), filepath.Join(dir, "..data")))
 		both("swap", version.line)
-		must(t, os.RemoveAll(filepath.Join(dir, fmt.Sprintf("..v%d", i+1))))
+		require.NoError(t, os.RemoveAll(filepath.Join(dir, fmt.Sprintf("..v%d", i+1))))
 	}
 	if strings.Contains(whole.said()+single.said(), "problem") {
 		t.Error(whole.said(), single.said())
@@ -268,7 +269,7 @@ func TestWatchLink(t *testing.T) {
 	m2, l2 := at("web", 2)
 	target := writeFiles(t, map[string]string{"x.txt": m1})
 	dir := t.TempDir()
-	must(t, os.Symlink(filepath.Join(target, "x.txt"), filepath.Join(dir, "web.yaml")))
+	require.NoError(t, os.Symlink(filepath.Join(target, "x.txt"), filepath.Join(dir, "web.yaml")))
 	r := start(t, dir)
 	r.awaitState("start", l1)
 	write(t, filepath.Join(target, "x.txt"), m2)
@@ -286,9 +287,9 @@ func TestWatchSingleFile(t *testing.T) {
 	write(t, file, m2)
 	r.awaitState("write", l2)
 	write(t, filepath.Join(dir, "tmp"), m1)
-	must(t, os.Rename(filepath.Join(dir, "tmp"), file))
+	require.NoError(t, os.Rename(filepath.Join(dir, "tmp"), file))
 	r.awaitState("rename over", l1)
-	must(t, os.RemoveAll(file))
+	require.NoError(t, os.RemoveAll(file))
 	r.awaitState("removed", "")
 	write(t, file, m2)
 	r.awaitState("made anew", l2)
@@ -309,18 +310,18 @@ func TestWatchDirectoryComesAndGoes(t *testing.T) {
 	write(t, filepath.Join(dir, "web.yaml"), m1)
 	r.awaitState("made later", l1)
 	// All at once: on a busy machine, its file would be gone for long before it.
-	must(t, os.Rename(dir, filepath.Join(top, "removed")))
-	must(t, os.RemoveAll(filepath.Join(top, "removed")))
+	require.NoError(t, os.Rename(dir, filepath.Join(top, "removed")))
+	require.NoError(t, os.RemoveAll(filepath.Join(top, "removed")))
 	r.awaitSaid("there is nothing at this path; all objects of the files below stay as they were")
 	r.awaitState("removed", l1)
 	write(t, filepath.Join(dir, "web.yaml"), m2)
 	r.awaitState("made anew", l2)
 	write(t, filepath.Join(dir, "web.yaml"), m1)
 	r.awaitState("and watched", l1)
-	must(t, os.Rename(dir, dir+"2"))
+	require.NoError(t, os.Rename(dir, dir+"2"))
 	r.await("moved away", func() bool { return len(r.source.Faults()) > 0 })
 	r.awaitState("moved away", l1)
-	must(t, os.Rename(dir+"2", dir))
+	require.NoError(t, os.Rename(dir+"2", dir))
 	r.await("moved back", func() bool { return len(r.source.Faults()) == 0 })
 	r.awaitState("moved back", l1)
 }
@@ -329,10 +330,10 @@ func TestUnreadable(t *testing.T) {
 	t.Parallel()
 	m1, l1 := at("web", 1)
 	dir := writeFiles(t, map[string]string{"web.yaml": m1})
-	must(t, os.Mkdir(filepath.Join(dir, "dir.yaml"), 0o755))
-	must(t, os.Symlink("/does/not/exist", filepath.Join(dir, "nowhere.yaml")))
-	must(t, os.Symlink("/dev/zero", filepath.Join(dir, "zero.yaml")))
-	must(t, os.Symlink(dir, filepath.Join(dir, "circle")))
+	require.NoError(t, os.Mkdir(filepath.Join(dir, "dir.yaml"), 0o755))
+	require.NoError(t, os.Symlink("/does/not/exist", filepath.Join(dir, "nowhere.yaml")))
+	require.NoError(t, os.Symlink("/dev/zero", filepath.Join(dir, "zero.yaml")))
+	require.NoError(t, os.Symlink(dir, filepath.Join(dir, "circle")))
 	r := start(t, dir)
 	r.awaitState("start", l1)
 	r.awaitSaid("zero.yaml: can't be read: not a regular file; it is left out")

@@ -5,6 +5,8 @@ import (
 	"path/filepath"
 	"slices"
 	"testing"
+
+	"github.com/stretchr/testify/require"
 )
 
 func TestMain(m *testing.M) { os.Exit(Main(m)) }
@@ -31,9 +33,7 @@ func TestFailure(t *testing.T) {
 // that it runs on.
 func TestStatus(t *testing.T) {
 	nowhere, err := os.OpenFile(os.DevNull, os.O_WRONLY, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer nowhere.Close()
 	args, stdout := os.Args, os.Stdout
 	defer func() { os.Args, os.Stdout = args, stdout }()
@@ -50,9 +50,7 @@ func TestStatus(t *testing.T) {
 
 func TestModuleRoot(t *testing.T) {
 	root, err := ModuleRoot()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for _, file := range []string{"go.mod", "e2e/kernel/run"} {
 		if _, err := os.Stat(filepath.Join(root, file)); err != nil {
 			t.Error(err)

@@ -4,6 +4,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
 	"nodeproxy/plan/packetsim/restore"
@@ -87,13 +89,9 @@ func TestRestoreInSteps(t *testing.T) {
 	m := packetsim.New(plan.IPv4)
 	verdict := func(step string, want packetsim.Action, lines ...string) {
 		t.Helper()
-		if err := restore.IPTables(m, "# a comment\n\n"+table("filter", lines...)); err != nil {
-			t.Fatalf("%s: %v", step, err)
-		}
+		require.NoError(t, restore.IPTables(m, "# a comment\n\n"+table("filter", lines...)), "%s", step)
 		outcomes, err := m.Trace(to(vip, 80), packetsim.Node{Local: local})
-		if err != nil {
-			t.Fatalf("%s: %v", step, err)
-		}
+		require.NoError(t, err, "%s", step)
 		if len(outcomes) != 1 || outcomes[0].Action != want {
 			t.Fatalf("%s: outcomes are %v, want %s", step, outcomes, want)
 		}

@@ -8,6 +8,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
 	"nodeproxy/plan/packetsim/restore"
@@ -91,13 +93,9 @@ func testTraces(t *testing.T, cases []traceCase) {
 // trace adds rules to a machine and sends a packet through it.
 func trace(t *testing.T, m *packetsim.Machine, rules string, pkt plan.Packet, node packetsim.Node) []packetsim.Outcome {
 	t.Helper()
-	if err := restore.IPTables(m, rules); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, restore.IPTables(m, rules))
 	outcomes, err := m.Trace(pkt, node)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return outcomes
 }
 
@@ -311,9 +309,7 @@ func TestTraceErrors(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			m, err := restore.Parse(plan.IPv4, tc.rules)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			if _, err := m.Trace(to(vip, 80),
 				packetsim.Node{Local: local}); err == nil || !strings.Contains(err.Error(), tc.want) {
 				t.Errorf("error is %v, want one with %q", err, tc.want)
