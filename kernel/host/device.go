@@ -134,7 +134,9 @@ func (d *Device) Ensure() (repaired string, err error) {
 	default:
 		return "", fmt.Errorf("interface %s: %w", d.name, err)
 	}
+	was := d.link
 	if err := d.open(); err != nil {
+		d.link = was // The next call must not take the new one for whole.
 		return "", fmt.Errorf("interface %s: %w", d.name, err)
 	}
 	return repaired, nil

@@ -140,6 +140,18 @@ func TestDeviceWithIPv6OffByDefault(t *testing.T) {
 	if err := d.AddAddresses(all); err != nil {
 		t.Errorf("after the interface was removed: %v", err)
 	}
+	nstest.Exec(t, "ip", "link", "delete", deviceName)
+	d.sysctlDir = "/nonexistent"
+	for i := range 2 {
+		if _, err := d.Ensure(); err == nil {
+			t.Errorf("attempt %d to make the interface again passes with IPv6 off", i+1)
+		}
+	}
+	d.sysctlDir = "/proc/sys"
+	if _, err := d.Ensure(); err != nil {
+		t.Fatal(err)
+	}
+	must(t, d.AddAddresses(all))
 	if value, err := os.ReadFile(byDefault); err != nil || strings.TrimSpace(string(value)) != "1" {
 		t.Errorf("the default is %s, %v", value, err)
 	}
