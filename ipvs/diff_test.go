@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
 	"nodeproxy/kernel/drift"
@@ -17,18 +18,15 @@ import (
 )
 
 // diffOf is what differs between a fake kernel, whose interface is up and whose settings are right, and a plan.
-func diffOf(t interface {
-	Helper()
-	Fatal(...any)
-}, e *engine, p *plan.Plan) []drift.Hunk {
+func diffOf(t rapid.TB, e *engine, p *plan.Plan) []drift.Hunk {
 	t.Helper()
 	have, err := e.machine.objects(e.family, e.options, e.exclude)
-	must(t, err)
+	require.NoError(t, err)
 	o := e.options
 	o.Host, err = e.machine.host(e.family)
-	must(t, err)
+	require.NoError(t, err)
 	want, err := Planned(p, e.family, Config{Options: o})
-	must(t, err)
+	require.NoError(t, err)
 	have.device()
 	for l := range want.lines {
 		if l.kind == drift.Sysctl {
@@ -50,7 +48,7 @@ func TestDiff(t *testing.T) {
 			p.Node, p.Settings = plans[0].Node, plans[0].Settings
 			predicted := diffOf(t, e, p)
 			before := k.text()
-			must(t, e.Sync(context.Background(), p, plan.Everything()))
+			require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 			if len(predicted) == 0 && k.text() != before {
 				t.Fatalf("step %d: nothing was to change, and the sync made of\n%s\nthis:\n%s", i, before, k.text())
 			}
@@ -58,7 +56,7 @@ func TestDiff(t *testing.T) {
 				t.Fatalf("step %d: after the sync, this differs: %q", i, left)
 			}
 			if rapid.Bool().Draw(t, "drained") {
-				must(t, e.drain(time.Now()))
+				require.NoError(t, e.drain(time.Now()))
 			}
 			if left := diffOf(t, e, p); len(left) > 0 {
 				t.Fatalf("step %d: once all has drained, this differs: %q", i, left)
@@ -72,7 +70,7 @@ func TestDiffOfDamage(t *testing.T) {
 	t.Parallel()
 	p := webPlan(plan.Cluster, plan.TCP)
 	e, k := fakeEngine(plan.IPv4, testOptions)
-	must(t, e.Sync(context.Background(), p, plan.Everything()))
+	require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 	var id ipvs.ServerID
 	for i, v := range k.virtual {
 		if i.Mark == 0 && len(v.RealServers) > 0 {
@@ -113,9 +111,9 @@ func TestDiffOfDamage(t *testing.T) {
 
 	set := setOf(setClusterIP, plan.IPv4)
 	entry := ipset.Entry{Addr: id.Addr, Protocol: plan.TCP, Port: 4711}
-	must(t, fakeSets{k}.Add(set, []ipset.Entry{entry}))
+	require.NoError(t, fakeSets{k}.Add(set, []ipset.Entry{entry}))
 	check(set.Name, []string{"add " + set.Name + " " + entry.Text(set)}, nil)
-	must(t, fakeSets{k}.Remove(set, []ipset.Entry{entry}))
+	require.NoError(t, fakeSets{k}.Remove(set, []ipset.Entry{entry}))
 	if hunks := diffOf(t, e, p); len(hunks) > 0 {
 		t.Errorf("everything is repaired: %q", hunks)
 	}

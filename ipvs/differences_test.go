@@ -4,6 +4,8 @@ import (
 	"net/netip"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/internal/set"
 	"nodeproxy/iptables"
 	"nodeproxy/ipvs"
@@ -46,13 +48,9 @@ func TestDifferences(t *testing.T) {
 	pod := netip.MustParseAddr("10.244.1.2")
 	o := iptables.Options{MasqueradeBit: 14}
 	rules, err := restore.Parse(plan.IPv4, iptables.Render(p, plan.IPv4, o))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	rs, err := ipvs.Machine(p, plan.IPv4, ipvs.Options{MasqueradeBit: 14, Host: set.Of(node)})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for _, tc := range []struct {
 		name           string
 		packet         plan.Packet
@@ -86,9 +84,7 @@ func TestDifferences(t *testing.T) {
 				outcomes, err := mode.rs.Trace(tc.packet, packetsim.Node{Local: func(a netip.Addr) bool {
 					return a == node || a.IsLoopback()
 				}})
-				if err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, err)
 				if len(outcomes) != 1 {
 					t.Fatalf("mode %s: outcomes are %v", mode.name, outcomes)
 				}

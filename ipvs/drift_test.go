@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
 	"nodeproxy/internal/set"
@@ -26,12 +27,12 @@ func TestDriftWithPendingChanges(t *testing.T) {
 		e, k := fakeEngine(f, testOptions)
 		plans := rapid.SliceOfN(plantest.Plans(), 2, 4).Draw(t, "plans")
 		for i, p := range plans {
-			must(t, e.Sync(context.Background(), p, plan.Everything()))
+			require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 			if e.Compared != (i > 0) || len(e.Found) > 0 {
 				t.Fatalf("step %d: compared %t, found %s", i, e.Compared, e.Found.Words(5))
 			}
 			if rapid.Bool().Draw(t, "drain") {
-				must(t, e.drain(time.Now()))
+				require.NoError(t, e.drain(time.Now()))
 			}
 		}
 		var gone netip.Addr
@@ -41,7 +42,7 @@ func TestDriftWithPendingChanges(t *testing.T) {
 		if gone.IsValid() {
 			delete(k.addresses, gone)
 		}
-		must(t, e.Sync(context.Background(), plans[0], plan.Everything()))
+		require.NoError(t, e.Sync(context.Background(), plans[0], plan.Everything()))
 		if !gone.IsValid() && len(e.Found) > 0 || gone.IsValid() && (len(e.Found) != 1 || e.Found[0].Kind != drift.Address ||
 			!strings.Contains(e.Found.Words(1), gone.String())) {
 			t.Fatalf("address %s was removed: found %s", gone, e.Found.Words(5))
@@ -54,7 +55,7 @@ func TestDifferenceValues(t *testing.T) {
 	t.Parallel()
 	e, k := fakeEngine(plan.IPv4, testOptions)
 	p := large(1)
-	must(t, e.Sync(context.Background(), p, plan.Everything()))
+	require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 	id := ipvs.ServerID{}
 	for id = range k.virtual {
 		break
@@ -64,7 +65,7 @@ func TestDifferenceValues(t *testing.T) {
 	server.Scheduler, server.Persistence = "sh", time.Hour
 	endpoint := p.Sorted(plan.IPv4)[0].Endpoints.Cluster[0].Addr
 	server.RealServers[endpoint] = ipvs.ActualRealServer{RealServer: ipvs.RealServer{Addr: endpoint, Weight: 7}}
-	must(t, e.Sync(context.Background(), p, plan.Everything()))
+	require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 	want := drift.Found{
 		{Kind: drift.VirtualServer, State: drift.Changed, Object: id.String(), Want: was, Have: "-s sh -p 3600"},
 		{Kind: drift.RealServer, State: drift.Changed, Object: endpoint.String() + " of virtual server " + id.String(), Aspect: "weight",
@@ -80,14 +81,14 @@ func TestNothingIsKnownAfterAnError(t *testing.T) {
 	t.Parallel()
 	e, k := fakeEngine(plan.IPv4, testOptions)
 	p := large(3)
-	must(t, e.Sync(context.Background(), p, plan.Everything()))
+	require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 	k.addresses = set.Set[netip.Addr]{}
 	k.fail = "rules"
 	if err := e.Sync(context.Background(), p, plan.Everything()); err == nil {
 		t.Fatal("the kernel refused the rules, and there was no error")
 	}
 	k.fail = ""
-	must(t, e.Sync(context.Background(), p, plan.Everything()))
+	require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 	if e.Compared {
 		t.Error("it compared with what it did not know")
 	}
@@ -100,10 +101,10 @@ func TestComparisonKeepsGracePeriod(t *testing.T) {
 	p := large(1)
 	key := p.Sorted(plan.IPv4)[0].Key
 	old := p.Services[key].Endpoints.Cluster[1].Addr
-	must(t, e.Sync(context.Background(), p, plan.Everything()))
+	require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 	k.connections[old] = 3
 	gone, changed := replaced(p, key, "10.250.0.1:8080")
-	must(t, e.Sync(context.Background(), gone, plan.Only(changed)))
+	require.NoError(t, e.Sync(context.Background(), gone, plan.Only(changed)))
 	var since time.Time
 	for id := range e.actual.servers {
 		if d := e.actual.realServer(id, old); d != nil {
@@ -111,7 +112,7 @@ func TestComparisonKeepsGracePeriod(t *testing.T) {
 			since = d.since
 		}
 	}
-	must(t, e.Sync(context.Background(), gone, plan.Everything()))
+	require.NoError(t, e.Sync(context.Background(), gone, plan.Everything()))
 	for id := range e.actual.servers {
 		if d := e.actual.realServer(id, old); d != nil && !d.since.Equal(since) {
 			t.Errorf("it drains since %v, want since %v", d.since, since)
@@ -120,7 +121,7 @@ func TestComparisonKeepsGracePeriod(t *testing.T) {
 	if since.IsZero() {
 		t.Fatal("nothing drains")
 	}
-	must(t, e.drain(time.Now().Add(testGrace-30*time.Second)))
+	require.NoError(t, e.drain(time.Now().Add(testGrace-30*time.Second)))
 	if strings.Contains(k.text(), old.String()) {
 		t.Error("it still drains after the grace period")
 	}

@@ -379,13 +379,3 @@ func (k *fakeKernel) text() string {
 	}
 	return out.String()
 }
-
-func must(t interface {
-	Helper()
-	Fatal(...any)
-}, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}

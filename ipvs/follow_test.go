@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/plan"
 )
 
@@ -25,7 +27,7 @@ func TestFollow(t *testing.T) {
 	sp.Frontends = append(slices.Clone(sp.Frontends), plan.Frontend{Kind: plan.ExternalIP, Addr: external, Protocol: plan.TCP, Port: 80})
 	p.Set(&sp)
 	k.hostAddrs.Insert(node)
-	must(t, e.Sync(context.Background(), p, plan.Everything()))
+	require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 	for _, step := range []struct {
 		what   string
 		change func()
@@ -52,7 +54,7 @@ func TestFollow(t *testing.T) {
 		}
 		fresh, other := fakeEngine(plan.IPv4, testOptions)
 		other.hostAddrs = k.hostAddrs
-		must(t, fresh.Sync(context.Background(), p, plan.Everything()))
+		require.NoError(t, fresh.Sync(context.Background(), p, plan.Everything()))
 		if k.text() != other.text() {
 			t.Errorf("%s: the kernel holds\n%s\ninstead of\n%s", step.what, k.text(), other.text())
 		}
@@ -78,7 +80,7 @@ func TestMasqueradeBitChanges(t *testing.T) {
 			old, next := testOptions, testOptions
 			old.MasqueradeBit, next.MasqueradeBit = before, after
 			first, k := fakeEngine(plan.IPv4, old)
-			must(t, first.Sync(context.Background(), p, plan.Everything()))
+			require.NoError(t, first.Sync(context.Background(), p, plan.Everything()))
 			second := engineOver(k, next)
 			held := maps.Clone(k.virtual)
 			for _, v := range held {
@@ -86,17 +88,17 @@ func TestMasqueradeBitChanges(t *testing.T) {
 					k.connections[a] = 1
 				}
 			}
-			must(t, second.Sync(context.Background(), p, plan.Everything()))
-			must(t, second.drain(time.Now()))
+			require.NoError(t, second.Sync(context.Background(), p, plan.Everything()))
+			require.NoError(t, second.drain(time.Now()))
 			for id := range held {
 				if k.virtual[id] == nil {
 					t.Errorf("from bit %d to bit %d, virtual server %s goes with its connections", before, after, id)
 				}
 			}
 			clear(k.connections)
-			must(t, second.drain(time.Now()))
+			require.NoError(t, second.drain(time.Now()))
 			fresh, want := fakeEngine(plan.IPv4, next)
-			must(t, fresh.Sync(context.Background(), p, plan.Everything()))
+			require.NoError(t, fresh.Sync(context.Background(), p, plan.Everything()))
 			if k.text() != want.text() {
 				t.Errorf("from bit %d to bit %d, the kernel holds\n%s\ninstead of\n%s", before, after, k.text(), want.text())
 			}

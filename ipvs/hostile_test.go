@@ -8,6 +8,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
 	"nodeproxy/internal/nstest"
@@ -89,9 +91,7 @@ func FuzzRender(f *testing.F) {
 	word := rapid.OneOf(rapid.SampledFrom(sourcetest.Words), rapid.String())
 	f.Fuzz(rapid.MakeFuzz(func(t *rapid.T) {
 		for _, family := range plan.Families {
-			if err := acceptRules(family, renderHostile(t, word, family)); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, acceptRules(family, renderHostile(t, word, family)))
 		}
 	}))
 }
@@ -108,9 +108,7 @@ func TestHostileObjects(t *testing.T) {
 	nstest.NeedKernel(t)
 	for family, all := range different {
 		for rules := range all {
-			if err := acceptRules(family, rules); err != nil {
-				t.Error(err)
-			}
+			assert.NoError(t, acceptRules(family, rules))
 		}
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
 	"nodeproxy/ipvs"
@@ -26,18 +27,12 @@ func TestMachine(t *testing.T) {
 			for range packetsPerPlan / 3 {
 				pkt := c.Packets(f).Draw(t, "packet")
 				near, err := ipvs.Machine(c.Plan.Near(pkt), f, options)
-				if err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, err)
 				node := packetsim.Node{Local: c.Local}
 				want, err := all.Trace(pkt, node)
-				if err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, err)
 				got, err := near.Trace(pkt, node)
-				if err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, err)
 				if plantest.Ways(got) != plantest.Ways(want) {
 					t.Fatalf("%s goes\n%swant\n%s", pkt, plantest.Ways(got), plantest.Ways(want))
 				}
@@ -62,9 +57,7 @@ func TestRenderedObjects(t *testing.T) {
 			equalLines(t, "local addresses", localIn(t, addresses), localOf(m))
 			alone := packetsim.New(f)
 			alone.Sets = m.Sets
-			if err := restore.IPTables(alone, rules); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, restore.IPTables(alone, rules))
 			equalLines(t, "rules", ruleLines(alone), ruleLines(m))
 		}
 	})

@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
 	"nodeproxy/plan"
@@ -21,7 +22,7 @@ func TestPartialPlan(t *testing.T) {
 		f := rapid.SampledFrom(plan.Families[:]).Draw(t, "family")
 		all := plantest.Plans().Draw(t, "plan")
 		first, k := fakeEngine(f, testOptions)
-		must(t, first.Sync(context.Background(), all, plan.Everything()))
+		require.NoError(t, first.Sync(context.Background(), all, plan.Everything()))
 		before := k.text()
 		some := plan.New(all.Node, all.Settings)
 		some.Partial = true
@@ -40,8 +41,8 @@ func TestPartialPlan(t *testing.T) {
 		unknown += len(missing)
 		e := engineOver(k, testOptions)
 		for range 2 {
-			must(t, e.Sync(context.Background(), some, plan.Everything()))
-			must(t, e.drain(time.Now()))
+			require.NoError(t, e.Sync(context.Background(), some, plan.Everything()))
+			require.NoError(t, e.drain(time.Now()))
 			if k.text() != before {
 				t.Fatalf("the kernel holds\n%s\ninstead of\n%s", k.text(), before)
 			}
@@ -52,17 +53,17 @@ func TestPartialPlan(t *testing.T) {
 		for key := range missing {
 			some.Set(all.Services[key])
 		}
-		must(t, e.Sync(context.Background(), some, plan.Only(missing)))
-		must(t, e.drain(time.Now()))
+		require.NoError(t, e.Sync(context.Background(), some, plan.Only(missing)))
+		require.NoError(t, e.drain(time.Now()))
 		if k.text() != before {
 			t.Fatalf("when all is known again, the kernel holds\n%s\ninstead of\n%s", k.text(), before)
 		}
 		after := plantest.Plans().Draw(t, "another plan")
 		after.Node, after.Settings = all.Node, all.Settings
-		must(t, e.Sync(context.Background(), after, plan.Everything()))
-		must(t, e.drain(time.Now()))
+		require.NoError(t, e.Sync(context.Background(), after, plan.Everything()))
+		require.NoError(t, e.drain(time.Now()))
 		fresh, want := fakeEngine(f, testOptions)
-		must(t, fresh.Sync(context.Background(), after, plan.Everything()))
+		require.NoError(t, fresh.Sync(context.Background(), after, plan.Everything()))
 		if k.text() != want.text() {
 			t.Fatalf("when all is known, the kernel holds\n%s\ninstead of\n%s", k.text(), want.text())
 		}
@@ -87,5 +88,5 @@ func TestPartialOtherMode(t *testing.T) {
 		t.Errorf("the kernel holds\n%s\ninstead of\n%s", k.text(), before)
 	}
 	p.Partial = false
-	must(t, e.Sync(context.Background(), p, plan.Everything()))
+	require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 }

@@ -9,6 +9,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
 	"nodeproxy/internal/set"
@@ -77,7 +78,7 @@ func TestPorts(t *testing.T) {
 		if step.change != nil {
 			step.change(p)
 		}
-		must(t, e.Sync(context.Background(), p, plan.Only(plan.Keys(set.Keys(p.Services)))))
+		require.NoError(t, e.Sync(context.Background(), p, plan.Only(plan.Keys(set.Keys(p.Services)))))
 		got := slices.DeleteFunc(slices.Clone(k.calls), func(c string) bool {
 			return !strings.Contains(c, "ports") && !strings.Contains(c, "routes [") && !strings.Contains(c, "unrouted") &&
 				!strings.Contains(c, "addresses")
@@ -113,24 +114,24 @@ func TestPortsAreExact(t *testing.T) {
 				k.hostAddrs[externalIP(f, 10)] = struct{}{}
 			}
 			e.follow()
-			must(t, e.Sync(context.Background(), p, plan.Only(plan.Keys(set.Keys(p.Services)))))
+			require.NoError(t, e.Sync(context.Background(), p, plan.Only(plan.Keys(set.Keys(p.Services)))))
 			e.follow()
 		}
 		fresh, want := fakeEngine(f, testOptions)
 		want.hostAddrs = k.hostAddrs
-		must(t, fresh.Sync(context.Background(), p, plan.Everything()))
+		require.NoError(t, fresh.Sync(context.Background(), p, plan.Everything()))
 		if k.text() != want.text() {
 			t.Fatalf("the kernel holds\n%s\ninstead of\n%s", k.text(), want.text())
 		}
 		k.calls = nil
-		must(t, e.Sync(context.Background(), p, plan.Everything()))
+		require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 		if len(e.Found) != 0 || !slices.Equal(k.calls, []string{"list servers", "rules"}) {
 			t.Fatalf("a second comparison found %s, and wrote %q", e.Found.Words(5), k.calls)
 		}
 		k.before = nil
 		found := disturb(t, k, f)
 		k.calls = nil
-		must(t, e.Sync(context.Background(), p, plan.Everything()))
+		require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 		if k.text() != want.text() || len(e.Found) != found {
 			t.Fatalf("%d changes of others: found %s, and the kernel holds\n%s\ninstead of\n%s", found, e.Found.Words(5), k.text(), want.text())
 		}
@@ -175,7 +176,7 @@ func TestPortsTakeOver(t *testing.T) {
 		whole := testOptions
 		whole.WholeAddresses = true
 		old, k := fakeEngine(f, whole)
-		must(t, old.Sync(context.Background(), p, plan.Everything()))
+		require.NoError(t, old.Sync(context.Background(), p, plan.Everything()))
 		k.before = func() {
 			_, is := k.addresses[a]
 			_, unrouted := k.unrouted[a]
@@ -183,7 +184,7 @@ func TestPortsTakeOver(t *testing.T) {
 				t.Errorf("%s: neither the address nor its port is local after %q", f, k.calls)
 			}
 		}
-		must(t, engineOver(k, testOptions).Sync(context.Background(), p, plan.Everything()))
-		must(t, engineOver(k, whole).Sync(context.Background(), p, plan.Everything()))
+		require.NoError(t, engineOver(k, testOptions).Sync(context.Background(), p, plan.Everything()))
+		require.NoError(t, engineOver(k, whole).Sync(context.Background(), p, plan.Everything()))
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/kernel/ipset"
@@ -45,7 +46,7 @@ func TestRefusedServer(t *testing.T) {
 			p := plantest.Large(20, 3)
 			bad := p.Sorted(plan.IPv4)[7]
 			want, _ := fakeEngine(plan.IPv4, Options{})
-			must(t, want.Sync(t.Context(), p, plan.Everything()))
+			require.NoError(t, want.Sync(t.Context(), p, plan.Everything()))
 			e, k := fakeEngine(plan.IPv4, Options{})
 			refuse := error(unix.ENOENT)
 			servers := &picky{fakeServers: fakeServers{k}}
@@ -75,13 +76,13 @@ func TestRefusedServer(t *testing.T) {
 			// Changes of others try nothing of it again.
 			other := plantest.LargeService(3, 5000, 3)
 			p.Set(other)
-			must(t, e.Sync(t.Context(), p, plan.Only(plan.Keys{other.Key: {}})))
+			require.NoError(t, e.Sync(t.Context(), p, plan.Only(plan.Keys{other.Key: {}})))
 			refuse = nil
 			if err := e.Sync(t.Context(), p, plan.Everything()); err != nil || len(e.Found) > 0 || len(e.refused) > 0 {
 				t.Errorf("%v, found %v, refused %v", err, e.Found, e.refused)
 			}
 			fresh, whole := fakeEngine(plan.IPv4, Options{})
-			must(t, fresh.Sync(t.Context(), p, plan.Everything()))
+			require.NoError(t, fresh.Sync(t.Context(), p, plan.Everything()))
 			for id := range fresh.actual.servers {
 				if e.actual.servers[id] == nil || len(e.actual.servers[id].realServers) < len(fresh.actual.servers[id].realServers) {
 					t.Errorf("%s is not whole at the end", id)
@@ -94,7 +95,7 @@ func TestRefusedServer(t *testing.T) {
 			refuse = unix.ENOMEM
 			again := bad.Key
 			p.Delete(again)
-			must(t, e.Sync(t.Context(), p, plan.Only(plan.Keys{again: {}})))
+			require.NoError(t, e.Sync(t.Context(), p, plan.Only(plan.Keys{again: {}})))
 			p.Set(bad)
 			if err := e.Sync(t.Context(), p, plan.Only(plan.Keys{again: {}})); err == nil {
 				t.Error("no memory is taken for a refusal")
@@ -110,7 +111,7 @@ func TestRefusedUpdate(t *testing.T) {
 		t.Run(fmt.Sprint(kind), func(t *testing.T) {
 			p := plantest.Large(20, 3)
 			e, k := fakeEngine(plan.IPv4, Options{})
-			must(t, e.Sync(t.Context(), p, plan.Everything()))
+			require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
 			before := k.text()
 			was := p.Sorted(plan.IPv4)[7]
 			bad := *was
@@ -154,7 +155,7 @@ func TestRefusedUpdate(t *testing.T) {
 				t.Errorf("no longer refused: %v, found %v, refused %v", err, e.Found, e.refused)
 			}
 			fresh, want := fakeEngine(plan.IPv4, Options{})
-			must(t, fresh.Sync(t.Context(), p, plan.Everything()))
+			require.NoError(t, fresh.Sync(t.Context(), p, plan.Everything()))
 			if fresh.actual.servers[serverAt(was)].Server != e.actual.servers[serverAt(was)].Server ||
 				want.virtual[serverAt(was)].RealServers[was.All()[1].Addr] != k.virtual[serverAt(was)].RealServers[was.All()[1].Addr] {
 				t.Errorf("at the end the kernel holds %+v, want %+v", k.virtual[serverAt(was)], want.virtual[serverAt(was)])
@@ -241,7 +242,7 @@ func TestRefusedSetEntry(t *testing.T) {
 		// A refusal ends with the ServicePort.
 		refuse = true
 		p.Delete(bad.Key)
-		must(t, e.Sync(t.Context(), p, plan.Only(plan.Keys{bad.Key: {}})))
+		require.NoError(t, e.Sync(t.Context(), p, plan.Only(plan.Keys{bad.Key: {}})))
 		p.Set(bad)
 		if err := e.Sync(t.Context(), p, plan.Only(plan.Keys{bad.Key: {}})); err != nil || len(reported) != 3 || len(reported[2]) != 1 {
 			t.Errorf("%v, reported %v", err, reported)

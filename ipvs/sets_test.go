@@ -3,6 +3,8 @@ package ipvs
 import (
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
@@ -31,7 +33,7 @@ func TestSetsOfKubeProxy(t *testing.T) {
 		}
 		for _, partial := range []bool{true, false} {
 			p.Partial = partial
-			must(t, e.Sync(t.Context(), p, plan.Everything()))
+			require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
 			for _, s := range names.KubeProxySets {
 				if _, is := k.set[s.Of(f)]; is != partial {
 					t.Errorf("%s, of some Services only: %t, set %s exists: %t", f, partial, s, is)

@@ -7,6 +7,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
@@ -48,7 +50,7 @@ func TestStepsLeadToEndpoints(t *testing.T) {
 			p.Set(sp)
 			e, k := fakeEngine(plan.IPv4, testOptions)
 			k.hostAddrs.Insert(node)
-			must(t, e.Sync(context.Background(), p, plan.Everything()))
+			require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 			e.mostAtOnce = 1
 			looked, steps := 0, 0
 			for i, next := range []*plan.ServicePort{
@@ -60,7 +62,7 @@ func TestStepsLeadToEndpoints(t *testing.T) {
 				before, after := plan.NewEvaluator(was), plan.NewEvaluator(p)
 				k.before = func() {
 					rs, err := k.simulation()
-					must(t, err)
+					require.NoError(t, err)
 					for _, fe := range next.Frontends {
 						for _, src := range []netip.Addr{client.Addr().Next(), sp.Endpoints.Cluster[1].Addr.Addr()} {
 							pkt := plan.Packet{Src: src, Dst: fe.Addr, Protocol: protocol, DstPort: fe.Port, InInterface: "eth0"}
@@ -82,15 +84,15 @@ func TestStepsLeadToEndpoints(t *testing.T) {
 						}
 					}
 				}
-				must(t, e.Sync(context.Background(), p, plan.Only(plan.Keys{next.Key: {}})))
+				require.NoError(t, e.Sync(context.Background(), p, plan.Only(plan.Keys{next.Key: {}})))
 				for ; e.rest != nil; steps++ {
-					must(t, e.Sync(context.Background(), p, plan.Only(nil)))
+					require.NoError(t, e.Sync(context.Background(), p, plan.Only(nil)))
 				}
 				k.before = func() {}
-				must(t, e.drain(time.Now()))
+				require.NoError(t, e.drain(time.Now()))
 				fresh, want := fakeEngine(plan.IPv4, testOptions)
 				want.hostAddrs.Insert(node)
-				must(t, fresh.Sync(context.Background(), p, plan.Everything()))
+				require.NoError(t, fresh.Sync(context.Background(), p, plan.Everything()))
 				if k.text() != want.text() {
 					t.Errorf("version %d: the kernel holds\n%s\ninstead of\n%s", i, k.text(), want.text())
 				}
@@ -109,7 +111,7 @@ func TestStepsGiveWay(t *testing.T) {
 	e, k := fakeEngine(plan.IPv4, testOptions)
 	e.mostAtOnce = 500
 	p := plantest.Large(20, 2)
-	must(t, e.Sync(context.Background(), p, plan.Everything()))
+	require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 	large := func(i, first int) *plan.ServicePort {
 		sp := *plantest.LargeService(100+i, first, 10)
 		for n := range 100 {
@@ -126,7 +128,7 @@ func TestStepsGiveWay(t *testing.T) {
 		p.Set(small)
 		change.Add(small.Key)
 
-		must(t, e.Sync(context.Background(), p, plan.Only(change)))
+		require.NoError(t, e.Sync(context.Background(), p, plan.Only(change)))
 		for _, ep := range small.Endpoints.Cluster {
 			if v := e.actual.servers[serversOf(small)[0]]; v == nil || v.realServers[ep.Addr] == nil {
 				t.Fatalf("sync %d: %s waits", n, ep.Addr)
@@ -147,8 +149,8 @@ func TestStepsGiveWay(t *testing.T) {
 		}
 	}
 	fresh, want := fakeEngine(plan.IPv4, testOptions)
-	must(t, fresh.Sync(context.Background(), p, plan.Everything()))
-	must(t, e.drain(time.Now()))
+	require.NoError(t, fresh.Sync(context.Background(), p, plan.Everything()))
+	require.NoError(t, e.drain(time.Now()))
 	if k.text() != want.text() {
 		t.Errorf("the kernel holds\n%s\ninstead of\n%s", k.text(), want.text())
 	}
@@ -192,11 +194,11 @@ func TestStepsAreVerified(t *testing.T) {
 	e.mostAtOnce = 100
 	p := plantest.Large(2, 2)
 	p.Set(spread(0, 20, 100))
-	must(t, e.Sync(context.Background(), p, plan.Everything()))
+	require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 	for _, next := range []*plan.ServicePort{spread(0, 20, 200), spread(0, 30, 200), spread(0, 10, 300)} {
 		p.Set(next)
 		for change := (plan.Keys{next.Key: {}}); change != nil || e.rest != nil; change = nil {
-			must(t, e.Sync(context.Background(), p, plan.Only(change)))
+			require.NoError(t, e.Sync(context.Background(), p, plan.Only(change)))
 			if things, found, err := e.Verify(context.Background(), next.Key.Service); err != nil || len(found) > 0 || things == 0 {
 				t.Fatalf("of %d things, %d differ: %s, %v", things, len(found), found.Words(2), err)
 			}
@@ -212,14 +214,14 @@ func TestStepsGiveAddressesAway(t *testing.T) {
 	p := plantest.Large(2, 2)
 	large := spread(0, 20, 100)
 	p.Set(large)
-	must(t, e.Sync(context.Background(), p, plan.Everything()))
+	require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 	heir, fewer := *plantest.LargeService(1, 2, 2), *large
 	passes := large.Frontends[20]
 	heir.Frontends = append(slices.Clone(heir.Frontends), passes)
 	fewer.Frontends = slices.Delete(slices.Clone(large.Frontends), 20, 21)
 	p.Set(&heir)
 	p.Set(&fewer)
-	must(t, e.Sync(context.Background(), p, plan.Only(plan.Keys{heir.Key: {}, large.Key: {}})))
+	require.NoError(t, e.Sync(context.Background(), p, plan.Only(plan.Keys{heir.Key: {}, large.Key: {}})))
 	for m := range e.actual.members {
 		if m.entry.Addr == passes.Addr && m.set != setVIPs && e.desired.members[m] == nil {
 			t.Errorf("%s is left", m.name(e.family))
@@ -235,7 +237,7 @@ func TestStepsEnd(t *testing.T) {
 	p := plantest.Large(2, 2)
 	p.Set(spread(0, 20, 100))
 	p.Set(spread(1, 50, 200))
-	must(t, e.Sync(context.Background(), p, plan.Everything()))
+	require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 	gone := spread(0, 20, 100).Key
 	p.Delete(gone)
 	change := plan.Keys{gone: {}}
@@ -243,7 +245,7 @@ func TestStepsEnd(t *testing.T) {
 		next := spread(1, 50, 1000+10*n)
 		p.Set(next)
 		change.Add(next.Key)
-		must(t, e.Sync(context.Background(), p, plan.Only(change)))
+		require.NoError(t, e.Sync(context.Background(), p, plan.Only(change)))
 		change = plan.Keys{}
 	}
 	for m := range e.actual.members {
@@ -265,14 +267,14 @@ func policies(t *testing.T) (e *engine, k *fakeKernel, p *plan.Plan, sp *plan.Se
 	p = plantest.Large(2, 2)
 	was := spread(0, 20, 100)
 	p.Set(was)
-	must(t, e.Sync(context.Background(), p, plan.Everything()))
+	require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 	for _, ep := range was.All() {
 		k.connections[ep.Addr] = 1
 	}
 	sp = spread(0, 10, 100)
 	sp.ExternalPolicy = plan.Cluster
 	p.Set(sp)
-	must(t, e.Sync(context.Background(), p, plan.Only(plan.Keys{sp.Key: {}})))
+	require.NoError(t, e.Sync(context.Background(), p, plan.Only(plan.Keys{sp.Key: {}})))
 	if e.rest == nil || len(e.rest.replaced) == 0 {
 		t.Fatal("no virtual server that is replaced waits")
 	}
@@ -300,7 +302,7 @@ func TestStepsOfDeleted(t *testing.T) {
 	e, _, p, sp := policies(t)
 	p.Delete(sp.Key)
 	for change := (plan.Keys{sp.Key: {}}); change != nil || e.rest != nil; change = nil {
-		must(t, e.Sync(context.Background(), p, plan.Only(change)))
+		require.NoError(t, e.Sync(context.Background(), p, plan.Only(change)))
 	}
 	if left := e.left(); len(left) > 0 {
 		t.Errorf("left: %s", left)
@@ -313,8 +315,8 @@ func TestStepsWhilePartial(t *testing.T) {
 	e, k, p, _ := policies(t)
 	clear(k.connections)
 	p.Partial = true
-	must(t, e.Sync(context.Background(), p, plan.Everything()))
-	must(t, e.drain(time.Now()))
+	require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
+	require.NoError(t, e.drain(time.Now()))
 	if left := e.left(); len(left) > 0 {
 		t.Errorf("left: %s", left)
 	}

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
 	"nodeproxy/kernel/ipvs"
@@ -35,7 +36,7 @@ func TestIncrementalEqualsFull(t *testing.T) {
 					if i > 0 {
 						change = plan.Only(plantest.Differing(plans[i-1], p))
 					}
-					must(t, e.Sync(context.Background(), p, change))
+					require.NoError(t, e.Sync(context.Background(), p, change))
 					if e.rest != nil && i < len(plans)-1 && rapid.Bool().Draw(t, "the next change comes before the end of this one") {
 						continue
 					}
@@ -44,9 +45,9 @@ func TestIncrementalEqualsFull(t *testing.T) {
 							t.Fatalf("after %d further syncs: %v", n, err)
 						}
 					}
-					must(t, e.drain(time.Now()))
+					require.NoError(t, e.drain(time.Now()))
 					fresh, want := fakeEngine(f, testOptions)
-					must(t, fresh.Sync(context.Background(), p, plan.Everything()))
+					require.NoError(t, fresh.Sync(context.Background(), p, plan.Everything()))
 					if k.text() != want.text() {
 						t.Fatalf("after step %d the kernel holds\n%s\ninstead of\n%s", i, k.text(), want.text())
 					}
@@ -64,15 +65,15 @@ func TestFullFromAnything(t *testing.T) {
 		f := rapid.SampledFrom(plan.Families[:]).Draw(t, "family")
 		before, after := plantest.Plans().Draw(t, "before"), plantest.Plans().Draw(t, "after")
 		first, k := fakeEngine(f, testOptions)
-		must(t, first.Sync(context.Background(), before, plan.Everything()))
+		require.NoError(t, first.Sync(context.Background(), before, plan.Everything()))
 		for range 2 {
 			k.calls = nil
 			e := engineOver(k, testOptions)
-			must(t, e.Sync(context.Background(), after, plan.Everything()))
-			must(t, e.drain(time.Now()))
+			require.NoError(t, e.Sync(context.Background(), after, plan.Everything()))
+			require.NoError(t, e.drain(time.Now()))
 		}
 		fresh, want := fakeEngine(f, testOptions)
-		must(t, fresh.Sync(context.Background(), after, plan.Everything()))
+		require.NoError(t, fresh.Sync(context.Background(), after, plan.Everything()))
 		if k.text() != want.text() {
 			t.Fatalf("the kernel holds\n%s\ninstead of\n%s", k.text(), want.text())
 		}
@@ -104,13 +105,13 @@ func TestOneEndpoint(t *testing.T) {
 	t.Parallel()
 	e, k := fakeEngine(plan.IPv4, testOptions)
 	p := large(2000)
-	must(t, e.Sync(context.Background(), p, plan.Everything()))
+	require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 	key := p.Sorted(plan.IPv4)[1000].Key
 	old := p.Services[key].Endpoints.Cluster[1].Addr
 	k.connections[old] = 1
 	next, changed := replaced(p, key, "10.250.0.1:8080")
 	k.calls = nil
-	must(t, e.Sync(context.Background(), next, plan.Only(changed)))
+	require.NoError(t, e.Sync(context.Background(), next, plan.Only(changed)))
 	var id ipvs.ServerID
 	for _, f := range p.Services[key].Frontends {
 		if f.Kind == plan.ClusterIP {
@@ -127,12 +128,12 @@ func TestOneEndpoint(t *testing.T) {
 
 	// Its connections end: it is removed, with nobody else being asked about.
 	k.calls = nil
-	must(t, e.drain(time.Now()))
+	require.NoError(t, e.drain(time.Now()))
 	if len(k.calls) > 0 {
 		t.Errorf("while it had connections: %s", k.calls)
 	}
 	k.connections[old] = 0
-	must(t, e.drain(time.Now()))
+	require.NoError(t, e.drain(time.Now()))
 	if want := []string{"delete real server " + id.String() + " " + old.String() + " 0"}; !slices.Equal(k.calls, want) {
 		t.Errorf("when they had ended: %s, want %s", k.calls, want)
 	}
@@ -164,11 +165,11 @@ func TestDrain(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
 			e, k := fakeEngine(plan.IPv4, testOptions)
-			must(t, e.Sync(context.Background(), p, plan.Everything()))
+			require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 			k.connections[old] = 3
-			must(t, e.Sync(context.Background(), tc.next, plan.Only(changed)))
+			require.NoError(t, e.Sync(context.Background(), tc.next, plan.Only(changed)))
 			later := time.Now().Add(tc.after)
-			must(t, e.drain(later))
+			require.NoError(t, e.drain(later))
 			if removed := !strings.Contains(k.text(), "  "+old.String()+" 0\n"); removed != tc.removed {
 				t.Errorf("removed: %t, want %t:\n%s", removed, tc.removed, k.text())
 			}
@@ -176,8 +177,8 @@ func TestDrain(t *testing.T) {
 				return
 			}
 			k.calls = nil
-			must(t, e.Sync(context.Background(), p, plan.Only(changed)))
-			must(t, e.drain(later))
+			require.NoError(t, e.Sync(context.Background(), p, plan.Only(changed)))
+			require.NoError(t, e.drain(later))
 			if !strings.Contains(k.text(), "  "+old.String()+" 1\n") || slices.ContainsFunc(k.calls, func(c string) bool {
 				return strings.HasPrefix(c, "delete real server") && strings.Contains(c, old.String())
 			}) {
@@ -195,7 +196,7 @@ func TestOrder(t *testing.T) {
 		e, k := fakeEngine(plan.IPv4, testOptions)
 		k.otherMode = otherMode
 		p := large(3)
-		must(t, e.Sync(context.Background(), p, plan.Everything()))
+		require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 		var got []string
 		for _, c := range k.calls {
 			kind := strings.Join(strings.Fields(c)[:1], " ")
@@ -221,7 +222,7 @@ func TestOneFailureStopsNothingElse(t *testing.T) {
 		t.Errorf("%v; there are %d virtual servers", err, len(k.virtual))
 	}
 	k.fail = ""
-	must(t, e.Sync(context.Background(), p, plan.Only(plan.Keys{})))
+	require.NoError(t, e.Sync(context.Background(), p, plan.Only(plan.Keys{})))
 	if len(k.virtual) != 3 {
 		t.Errorf("after the failure everything must be looked at again: there are %d virtual servers", len(k.virtual))
 	}
@@ -242,7 +243,7 @@ func TestRoutes(t *testing.T) {
 	p.Set(&sp)
 	k.hostAddrs.Insert(own)
 	k.local[netip.MustParsePrefix("10.0.0.0/24")] = netip.Addr{}
-	must(t, e.Sync(context.Background(), p, plan.Everything()))
+	require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 	check := func(when string, local int, addresses ...netip.Addr) {
 		t.Helper()
 		if len(k.local) != 1 {
@@ -262,7 +263,7 @@ func TestRoutes(t *testing.T) {
 	anchor := netip.MustParseAddr("10.96.0.0")
 	check("with an external IP", 1, anchor, other) // Of the latter, only a port is local.
 	p.Set(large(3).Services[key])
-	must(t, e.Sync(context.Background(), p, plan.Only(plan.Keys{key: {}})))
+	require.NoError(t, e.Sync(context.Background(), p, plan.Only(plan.Keys{key: {}})))
 	check("without", 1, anchor)
 }
 
@@ -284,17 +285,17 @@ func TestRangeOfOneAddress(t *testing.T) {
 				t.Errorf("%s %s: addresses %v, want %v", f, when, got, want)
 			}
 		}
-		must(t, e.Sync(t.Context(), p, plan.Everything()))
+		require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
 		check("without a Service")
 		key := plan.Key{Service: plan.Service{Namespace: "ns", Name: "web"}, Protocol: plan.TCP, Family: f}
 		sp := &plan.ServicePort{Key: key, Frontends: []plan.Frontend{{Kind: plan.ClusterIP, Addr: vip, Protocol: plan.TCP, Port: 80}}}
 		p.Set(sp)
-		must(t, e.Sync(t.Context(), p, plan.Only(plan.Keys{key: {}})))
+		require.NoError(t, e.Sync(t.Context(), p, plan.Only(plan.Keys{key: {}})))
 		check("with a Service", vip)
-		must(t, e.Sync(t.Context(), p, plan.Everything()))
+		require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
 		check("compared", vip)
 		p.Delete(key)
-		must(t, e.Sync(t.Context(), p, plan.Only(plan.Keys{key: {}})))
+		require.NoError(t, e.Sync(t.Context(), p, plan.Only(plan.Keys{key: {}})))
 		check("when it has gone")
 	}
 }
@@ -352,22 +353,22 @@ func TestReplacedServers(t *testing.T) {
 				t.Parallel()
 				e, k := fakeEngine(plan.IPv4, testOptions)
 				k.hostAddrs.Insert(host)
-				must(t, e.Sync(context.Background(), tc.before, plan.Everything()))
+				require.NoError(t, e.Sync(context.Background(), tc.before, plan.Everything()))
 				k.connections[netip.MustParseAddrPort("10.244.1.5:8080")] = 1
 				change := plan.Only(plantest.Differing(tc.before, tc.next))
 				if strings.HasPrefix(tc.name, "kube-proxy") {
 					v := ipvs.Server{ID: ipvs.ServerID{Family: plan.IPv4, Protocol: plan.TCP, Addr: host, Port: 30080}, Scheduler: "rr"}
 					dest := ipvs.RealServer{Addr: netip.MustParseAddrPort("10.244.1.5:8080"), Weight: 1}
-					must(t, fakeServers{k}.do(ipvs.Op{Kind: ipvs.AddServer, Server: v}))
-					must(t, fakeServers{k}.do(ipvs.Op{Kind: ipvs.AddRealServer, Server: v, RealServer: dest}))
+					require.NoError(t, fakeServers{k}.do(ipvs.Op{Kind: ipvs.AddServer, Server: v}))
+					require.NoError(t, fakeServers{k}.do(ipvs.Op{Kind: ipvs.AddRealServer, Server: v, RealServer: dest}))
 					change = plan.Everything()
 				}
 				if all {
 					e, change = engineOver(k, testOptions), plan.Everything()
 				}
-				must(t, e.Sync(context.Background(), tc.next, change))
+				require.NoError(t, e.Sync(context.Background(), tc.next, change))
 				fresh, want := fakeEngine(plan.IPv4, testOptions)
-				must(t, fresh.Sync(context.Background(), tc.next, plan.Everything()))
+				require.NoError(t, fresh.Sync(context.Background(), tc.next, plan.Everything()))
 				left := 0
 				for id, v := range k.virtual {
 					if want.virtual[id] != nil {
@@ -384,7 +385,7 @@ func TestReplacedServers(t *testing.T) {
 					t.Errorf("%d virtual servers are left with connections, want %d:\n%s", left, tc.replaced, k.text())
 				}
 				clear(k.connections)
-				must(t, e.drain(time.Now()))
+				require.NoError(t, e.drain(time.Now()))
 				if k.text() != want.text() {
 					t.Errorf("when the connections had ended, the kernel held\n%s\nwant\n%s", k.text(), want.text())
 				}
@@ -416,7 +417,7 @@ func TestDrainHashed(t *testing.T) {
 					}
 				}
 			}
-			must(t, e.Sync(context.Background(), p, plan.Everything()))
+			require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 			has("at first", tc.scheduler)
 			k.connections[old] = 1
 			k.before = func() {
@@ -424,17 +425,17 @@ func TestDrainHashed(t *testing.T) {
 					has("before the weight is 0", tc.meanwhile)
 				}
 			}
-			must(t, e.Sync(context.Background(), gone, plan.Only(changed)))
+			require.NoError(t, e.Sync(context.Background(), gone, plan.Only(changed)))
 			k.before = nil
 			has("while one drains", tc.meanwhile)
-			must(t, e.Sync(context.Background(), gone, plan.Everything()))
+			require.NoError(t, e.Sync(context.Background(), gone, plan.Everything()))
 			has("after a comparison", tc.meanwhile)
-			must(t, e.Sync(context.Background(), p, plan.Only(changed)))
-			must(t, e.drain(time.Now()))
+			require.NoError(t, e.Sync(context.Background(), p, plan.Only(changed)))
+			require.NoError(t, e.drain(time.Now()))
 			has("when it is back", tc.scheduler)
-			must(t, e.Sync(context.Background(), gone, plan.Only(changed)))
+			require.NoError(t, e.Sync(context.Background(), gone, plan.Only(changed)))
 			k.connections[old] = 0
-			must(t, e.drain(time.Now()))
+			require.NoError(t, e.drain(time.Now()))
 			has("when it is gone", tc.scheduler)
 		})
 	}

@@ -5,6 +5,7 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
 	"nodeproxy/plan"
@@ -32,7 +33,7 @@ func TestTransitions(t *testing.T) {
 		for _, a := range c.LocalAddrs {
 			k.hostAddrs.Insert(a)
 		}
-		must(t, e.Sync(context.Background(), c.Plan, plan.Everything()))
+		require.NoError(t, e.Sync(context.Background(), c.Plan, plan.Everything()))
 		packets := c.Transits(t, f, next)
 		change := plan.Only(plantest.Differing(c.Plan, next))
 		if rapid.Bool().Draw(t, "everything is compared") {
@@ -46,7 +47,7 @@ func TestTransitions(t *testing.T) {
 				return // To look takes long, and there are many.
 			}
 			rs, err := k.simulation()
-			must(t, err)
+			require.NoError(t, err)
 			for _, p := range packets {
 				if rs.IsAdded(p.Packet.Src) && !p.Packet.Output || slices.ContainsFunc(
 					slices.Concat(p.Before.Targets, p.After.Targets), func(t plan.Target) bool { return rs.IsAdded(t.Addr.Addr()) }) {
@@ -63,9 +64,9 @@ func TestTransitions(t *testing.T) {
 				seen++
 			}
 		}
-		must(t, e.Sync(context.Background(), next, change))
+		require.NoError(t, e.Sync(context.Background(), next, change))
 		for ; e.rest != nil; steps++ {
-			must(t, e.Sync(context.Background(), next, plan.Only(nil)))
+			require.NoError(t, e.Sync(context.Background(), next, plan.Only(nil)))
 		}
 	})
 	if seen == 0 || steps == 0 && !testing.Short() { // Of few examples, none may need a further sync.

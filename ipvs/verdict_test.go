@@ -6,6 +6,7 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
 	"nodeproxy/internal/set"
@@ -95,9 +96,7 @@ func TestRenderVerdicts(t *testing.T) {
 				if isMartian(rs, pkt) || isTaken(rs, v) {
 					continue
 				}
-				if err := onlyWhole(tolerance, rs).Compare(evaluator, rs, pkt, packetsim.Node{Local: c.Local}); err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, onlyWhole(tolerance, rs).Compare(evaluator, rs, pkt, packetsim.Node{Local: c.Local}))
 				met[v.Action]++
 			}
 		}
@@ -133,17 +132,13 @@ func TestForeignMarks(t *testing.T) {
 			mark := rapid.SampledFrom(marks).Draw(t, "mark") &^ (1 << options.MasqueradeBit)
 			foreign := fmt.Sprintf("*mangle\n-I PREROUTING ! -i lo -j MARK --set-mark %d\n"+
 				"-I OUTPUT -m ipvs ! --ipvs -j MARK --set-mark %[1]d\nCOMMIT\n", mark)
-			if err := restore.IPTables(rs, foreign); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, restore.IPTables(rs, foreign))
 			for range packetsPerPlan / 3 {
 				pkt := c.Packets(f).Draw(t, "packet")
 				if isMartian(rs, pkt) || isTaken(rs, evaluator.Verdict(pkt)) {
 					continue
 				}
-				if err := onlyWhole(tolerance, rs).Compare(evaluator, rs, pkt, packetsim.Node{Local: c.Local}); err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, onlyWhole(tolerance, rs).Compare(evaluator, rs, pkt, packetsim.Node{Local: c.Local}))
 				marked++
 			}
 		}
@@ -174,9 +169,7 @@ func TestHostClients(t *testing.T) {
 					continue
 				}
 				outcomes, err := rs.Trace(pkt, packetsim.Node{Local: c.Local})
-				if err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, err)
 				for i := range v.Targets {
 					to := &v.Targets[i]
 					at := slices.IndexFunc(outcomes, func(o packetsim.Outcome) bool { return o.Dst == to.Addr })
@@ -226,9 +219,7 @@ func TestModesAgree(t *testing.T) {
 		evaluator, tolerance, node := plan.NewEvaluator(c.Plan), packetsim.IPVSTolerance(c.Plan), packetsim.Node{Local: c.Local}
 		for _, f := range plan.Families {
 			rules, err := restore.Parse(f, iptables.Render(c.Plan, f, iptables.Options{MasqueradeBit: options.MasqueradeBit}))
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			rs := machineOf(t, c.Plan, f, options)
 			sources := rapid.SliceOfN(c.Packets(f), 6, 6).Draw(t, "sources")
 			for _, pkt := range toFrontends(c, f, sources) {
@@ -236,13 +227,9 @@ func TestModesAgree(t *testing.T) {
 					continue
 				}
 				by, err := rules.Trace(pkt, node)
-				if err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, err)
 				as, err := rs.Trace(pkt, node)
-				if err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, err)
 				if err := same(tolerance, pkt, by, as); err != "" {
 					t.Fatalf("packet %s: %s\nmode iptables: %v\nmode ipvs: %v\nplan: %s", pkt, err, by, as,
 						evaluator.Verdict(pkt))

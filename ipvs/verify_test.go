@@ -6,6 +6,7 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
 	"nodeproxy/kernel/drift"
@@ -21,7 +22,7 @@ func TestVerify(t *testing.T) {
 		f := rapid.SampledFrom(plan.Families[:]).Draw(t, "family")
 		e, k := fakeEngine(f, testOptions)
 		p := plantest.Plans().Draw(t, "plan")
-		must(t, e.Sync(context.Background(), p, plan.Everything()))
+		require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 		for _, sp := range p.Services {
 			if _, found, err := e.Verify(context.Background(), sp.Key.Service); err != nil || len(found) > 0 {
 				t.Fatalf("%s: %s, %v", sp.Key, found.Words(5), err)
@@ -48,9 +49,9 @@ func TestVerifyTells(t *testing.T) {
 	p := large(1)
 	sp := p.Sorted(plan.IPv4)[0]
 	k.connections[sp.All()[1].Addr] = 1
-	must(t, e.Sync(t.Context(), p, plan.Everything()))
+	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
 	next, changed := replaced(p, sp.Key, "10.250.0.1:8080")
-	must(t, e.Sync(t.Context(), next, plan.Only(changed)))
+	require.NoError(t, e.Sync(t.Context(), next, plan.Only(changed)))
 	endpoint := sp.All()[0].Addr
 	k.virtual[serverAt(sp)].RealServers[endpoint] = ipvs.ActualRealServer{RealServer: ipvs.RealServer{Addr: endpoint, Weight: 7}}
 	_, found, err := e.Verify(t.Context(), sp.Key.Service)

@@ -32,8 +32,8 @@ func modeNamed(name string) *mode {
 	panic("config accepts a mode that the table of modes lacks: " + name)
 }
 
-// A mode is a way to bring a plan to the kernel. Whatever depends on the mode is in its entry. Nothing else in this program asks which
-// mode it is, except package config, which validates the settings, and package metrics, which documents the metrics of each mode.
+// A mode is a way to bring a plan to the kernel. What depends on the mode is in its entry; besides, config validates the settings of each,
+// metrics documents its metrics, and commands that look at the node, such as support, know what a mode keeps there.
 type mode struct {
 	name string
 	// flows are the settings that the mode needs for the removal of stale flows.

@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
 
@@ -23,9 +25,7 @@ func cpuTime(b *testing.B) time.Duration {
 	var sum time.Duration
 	for _, who := range []int{unix.RUSAGE_SELF, unix.RUSAGE_CHILDREN} {
 		var u unix.Rusage
-		if err := unix.Getrusage(who, &u); err != nil {
-			b.Fatal(err)
-		}
+		require.NoError(b, unix.Getrusage(who, &u))
 		sum += time.Duration(u.Utime.Nano() + u.Stime.Nano())
 	}
 	return sum
@@ -117,9 +117,7 @@ func BenchmarkExtremes(b *testing.B) {
 			inLab(b, xtables.NFT, 1000, ipvs.Options{}, func(l *lab) {
 				err := x.Measure(b, l.plan, func(keys plan.Keys) error { return l.backend.Sync(b.Context(), l.plan, plan.Only(keys)) },
 					l.backend.Unfinished)
-				if err != nil {
-					b.Error(err)
-				}
+				assert.NoError(b, err)
 			})
 		})
 	}

@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/vishvananda/netns"
 
 	"nodeproxy/e2e/kernel/inkernel"
@@ -68,9 +69,7 @@ func inLab(t testing.TB, v xtables.Variant, n int, o ipvs.Options, f func(l *lab
 		defer running.Wait()
 		defer cancel()
 		running.Go(func() {
-			if err := l.watch(ctx); err != nil {
-				t.Error(err)
-			}
+			assert.NoError(t, l.watch(ctx))
 		})
 		f(l)
 	})

@@ -3,6 +3,9 @@ package nftrules
 import (
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/nft"
@@ -14,9 +17,7 @@ func flushChain(t *testing.T, x *table, name string) {
 	t.Helper()
 	b := nft.NewBatch(x.family, x.name)
 	b.FlushChain(name)
-	if err := x.Commit(b); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, x.Commit(b))
 }
 
 // TestMarkGuard: a second comparison writes nothing, whatever was changed is mended, and nothing stays.
@@ -28,9 +29,7 @@ func TestMarkGuard(t *testing.T) {
 		open := func(g MarkGuard) *Guards {
 			t.Helper()
 			x, err := OpenGuards(f, g)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			t.Cleanup(func() { _ = x.Close() })
 			return x
 		}
@@ -59,9 +58,7 @@ func TestMarkGuard(t *testing.T) {
 		t.Errorf("tables of %v, %v", families, err)
 	}
 	for range 2 {
-		if err := RemoveGuards(); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, RemoveGuards())
 	}
 	if families, err := GuardTables(); len(families) != 0 || err != nil {
 		t.Errorf("after their removal: tables of %v, %v", families, err)

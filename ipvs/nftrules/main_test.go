@@ -4,6 +4,8 @@ import (
 	"os"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/e2e/kernel/inkernel"
 	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/names"
@@ -14,9 +16,7 @@ func TestMain(m *testing.M) { os.Exit(inkernel.Main(m)) }
 func openDevice(t testing.TB) *host.Device {
 	t.Helper()
 	d, err := host.OpenDevice(names.Device)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = d.Close() })
 	return d
 }

@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	links "github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
@@ -22,9 +23,7 @@ import (
 
 func ok(t *testing.T, err error) {
 	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 }
 
 // TestPorts: of an address with ports that are diverted, these are local and others are not; at no time is the whole address. What others

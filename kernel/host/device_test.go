@@ -11,6 +11,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
@@ -25,16 +27,9 @@ const deviceName = "kube-ipvs0"
 func openDevice(t testing.TB) *Device {
 	t.Helper()
 	d, err := OpenDevice(deviceName)
-	must(t, err)
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = d.Close() })
 	return d
-}
-
-func must(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
 }
 
 // addrs parses addresses.
@@ -49,17 +44,11 @@ func addrSet(texts ...string) set.Set[netip.Addr] { return set.Of(addrs(texts...
 
 func TestDevice(t *testing.T) {
 	nstest.Enter(t)
-	if err := RemoveDevice(deviceName); err != nil {
-		t.Errorf("removing what is not there: %v", err)
-	}
-	if err := CheckDevice(deviceName); err != nil {
-		t.Errorf("before it is made: %v", err)
-	}
+	assert.NoError(t, RemoveDevice(deviceName), "removing what is not there")
+	assert.NoError(t, CheckDevice(deviceName), "before it is made")
 	before := DeviceExists(deviceName)
 	openDevice(t)
-	if err := CheckDevice(deviceName); err != nil {
-		t.Errorf("once it is there: %v", err)
-	}
+	assert.NoError(t, CheckDevice(deviceName), "once it is there")
 	if before || !DeviceExists(deviceName) {
 		t.Errorf("the interface exists: before it is made %v, then %v", before, !before)
 	}
@@ -75,10 +64,8 @@ func TestDevice(t *testing.T) {
 	}
 	nstest.Exec(t, "ip", "addr", "add", "10.96.0.3/32", "dev", deviceName) // as kube-proxy has it
 	all := addrs("10.96.0.1", "10.96.0.2", "10.96.0.3", "fd00::1", "fd00::2")
-	must(t, d.AddAddresses(all))
-	if err := d.AddAddresses(all); err != nil {
-		t.Errorf("again: %v", err)
-	}
+	require.NoError(t, d.AddAddresses(all))
+	assert.NoError(t, d.AddAddresses(all), "again")
 	compare := func(f plan.Family, want ...string) {
 		t.Helper()
 		if got, err := d.Addresses(f); err != nil || !maps.Equal(got, addrSet(want...)) {
@@ -95,7 +82,7 @@ func TestDevice(t *testing.T) {
 		t.Errorf("addresses are not as they should: %s", show)
 	}
 	for range 2 {
-		must(t, d.RemoveAddresses([]netip.Addr{all[0], all[2], all[3]}))
+		require.NoError(t, d.RemoveAddresses([]netip.Addr{all[0], all[2], all[3]}))
 	}
 	compare(plan.IPv4, "10.96.0.2")
 	compare(plan.IPv6, "fd00::2")
@@ -109,7 +96,7 @@ func TestDevice(t *testing.T) {
 	compare(plan.IPv6, "fd00::2", "fd00::8")
 
 	for range 2 {
-		must(t, RemoveDevice(deviceName))
+		require.NoError(t, RemoveDevice(deviceName))
 	}
 	nstest.Exec(t, "ip", "link", "add", deviceName, "type", "bridge")
 	if _, err := OpenDevice(deviceName); err == nil || !strings.Contains(err.Error(), "of type bridge") {
@@ -122,7 +109,7 @@ func TestDevice(t *testing.T) {
 func TestDeviceWithIPv6OffByDefault(t *testing.T) {
 	nstest.Enter(t)
 	const byDefault = "/proc/sys/net/ipv6/conf/default/disable_ipv6"
-	must(t, os.WriteFile(byDefault, []byte("1"), 0o644))
+	require.NoError(t, os.WriteFile(byDefault, []byte("1"), 0o644))
 	d := openDevice(t)
 	all := addrs("10.96.0.1", "fd00::1")
 	if err := d.AddAddresses(all[1:]); err == nil {
@@ -131,15 +118,13 @@ func TestDeviceWithIPv6OffByDefault(t *testing.T) {
 	if err := d.EnableIPv6("/nonexistent"); err == nil || !strings.Contains(err.Error(), "disable_ipv6") {
 		t.Errorf("a setting that can't be made: %v", err)
 	}
-	must(t, d.EnableIPv6("/proc/sys"))
-	must(t, d.AddAddresses(all))
+	require.NoError(t, d.EnableIPv6("/proc/sys"))
+	require.NoError(t, d.AddAddresses(all))
 	nstest.Exec(t, "ip", "link", "delete", deviceName)
 	if mended, err := d.Ensure(); err != nil || mended == "" {
 		t.Fatalf("%q, %v", mended, err)
 	}
-	if err := d.AddAddresses(all); err != nil {
-		t.Errorf("after the interface was removed: %v", err)
-	}
+	assert.NoError(t, d.AddAddresses(all), "after the interface was removed")
 	nstest.Exec(t, "ip", "link", "delete", deviceName)
 	d.sysctlDir = "/nonexistent"
 	for i := range 2 {
@@ -151,7 +136,7 @@ func TestDeviceWithIPv6OffByDefault(t *testing.T) {
 	if _, err := d.Ensure(); err != nil {
 		t.Fatal(err)
 	}
-	must(t, d.AddAddresses(all))
+	require.NoError(t, d.AddAddresses(all))
 	if value, err := os.ReadFile(byDefault); err != nil || strings.TrimSpace(string(value)) != "1" {
 		t.Errorf("the default is %s, %v", value, err)
 	}
@@ -168,7 +153,7 @@ func TestAddressesAreLocal(t *testing.T) {
 			number++
 			all = append(all, netip.MustParseAddr(fmt.Sprintf("10.96.%d.%d", number/250, number%250)), netip.MustParseAddr(fmt.Sprintf("fd00:96::%x", number)))
 		}
-		must(t, d.AddAddresses(all))
+		require.NoError(t, d.AddAddresses(all))
 		for _, a := range all {
 			route, err := netlink.RouteGet(a.AsSlice())
 			if err != nil || len(route) != 1 || route[0].Type != unix.RTN_LOCAL {
@@ -187,23 +172,19 @@ func TestAddressesThatGo(t *testing.T) {
 		for i := range count {
 			all = append(all, netip.MustParseAddr(fmt.Sprintf("fd00:96::%x", i+1)))
 		}
-		must(t, d.AddAddresses(all))
+		require.NoError(t, d.AddAddresses(all))
 		nstest.Exec(t, "ip", "-6", "address", "flush", "dev", deviceName)
-		if err := d.waitLocal(all); err != nil {
-			t.Errorf("%d addresses that are gone are waited for: %v", count, err)
-		}
+		assert.NoError(t, d.waitLocal(all), "%d addresses that are gone are waited for", count)
 	}
-	must(t, RemoveDevice(deviceName))
-	if err := d.waitLocal(addrs("fd00:96::1")); err != nil {
-		t.Errorf("addresses of an interface that is gone are waited for: %v", err)
-	}
+	require.NoError(t, RemoveDevice(deviceName))
+	assert.NoError(t, d.waitLocal(addrs("fd00:96::1")), "addresses of an interface that is gone are waited for")
 }
 
 // TestSourceAddress sends to another network through an interface without an address: a VIP must not become the source.
 func TestSourceAddress(t *testing.T) {
 	nstest.Enter(t)
 	d := openDevice(t)
-	must(t, d.AddAddresses(addrs("10.96.0.1", "fd00::1")))
+	require.NoError(t, d.AddAddresses(addrs("10.96.0.1", "fd00::1")))
 	nstest.Exec(t, "ip", "link", "add", "out0", "type", "dummy")
 	nstest.Exec(t, "ip", "link", "set", "out0", "up")
 	nstest.Exec(t, "ip", "addr", "add", "192.0.2.7/32", "dev", "lo")
@@ -223,7 +204,7 @@ func TestSourceAddress(t *testing.T) {
 func TestRoutes(t *testing.T) {
 	nstest.Enter(t)
 	d := openDevice(t)
-	must(t, d.AddAddresses(addrs("192.0.2.1", "2001:db8::1")))
+	require.NoError(t, d.AddAddresses(addrs("192.0.2.1", "2001:db8::1")))
 	compare := func(f plan.Family, want map[netip.Prefix]netip.Addr) {
 		t.Helper()
 		if got, err := d.Routes(f); err != nil || !maps.Equal(got, want) {
@@ -243,7 +224,7 @@ func TestRoutes(t *testing.T) {
 			if src != "" {
 				want = netip.MustParseAddr(src)
 			}
-			must(t, d.AddRoute(c.p, want))
+			require.NoError(t, d.AddRoute(c.p, want))
 			compare(c.f, map[netip.Prefix]netip.Addr{c.p: want})
 			got := nstest.Exec(t, "ip", "route", "get", c.inside)
 			if !strings.HasPrefix(got, "local "+c.inside) || !strings.Contains(got, "src "+src) {
@@ -251,7 +232,7 @@ func TestRoutes(t *testing.T) {
 			}
 		}
 		for range 2 {
-			must(t, d.RemoveRoute(c.p))
+			require.NoError(t, d.RemoveRoute(c.p))
 		}
 		compare(c.f, map[netip.Prefix]netip.Addr{})
 	}
@@ -289,7 +270,7 @@ func TestHostAddresses(t *testing.T) {
 	}
 	compare()
 	d := openDevice(t)
-	must(t, d.AddAddresses(addrs("10.96.0.1", "fd00::1")))
+	require.NoError(t, d.AddAddresses(addrs("10.96.0.1", "fd00::1")))
 	compare()
 }
 
@@ -304,7 +285,7 @@ func TestWatchAddresses(t *testing.T) {
 	calls := make(chan struct{}, 100)
 	ended := make(chan error)
 	ns, err := netns.Get()
-	must(t, err)
+	require.NoError(t, err)
 	defer ns.Close()
 	go func() {
 		runtime.LockOSThread()
@@ -336,7 +317,7 @@ func TestWatchAddresses(t *testing.T) {
 	if n := count(); n != 1 {
 		t.Errorf("%d calls at the beginning, want 1", n)
 	}
-	must(t, d.AddAddresses(addrs("10.96.0.1", "fd00::1")))
+	require.NoError(t, d.AddAddresses(addrs("10.96.0.1", "fd00::1")))
 	if n := none(); n != 0 {
 		t.Errorf("%d calls for addresses of the interface that is left out", n)
 	}
@@ -360,13 +341,13 @@ func TestWatchAddresses(t *testing.T) {
 
 	// More than the socket holds. The interface is not the one that is left out.
 	other, err := OpenDevice("other")
-	must(t, err)
+	require.NoError(t, err)
 	defer other.Close()
 	var many []netip.Addr
 	for i := range 2000 {
 		many = append(many, netip.AddrFrom4([4]byte{10, 0, byte(i >> 8), byte(i)}))
 	}
-	must(t, other.AddAddresses(many))
+	require.NoError(t, other.AddAddresses(many))
 	if n := count(); n == 0 || n > len(many)/10 {
 		t.Errorf("%d calls for %d addresses at once", n, len(many))
 	}
@@ -375,7 +356,7 @@ func TestWatchAddresses(t *testing.T) {
 		t.Errorf("%d calls for an address after that, want 1", n)
 	}
 	cancel()
-	must(t, <-ended)
+	require.NoError(t, <-ended)
 	nstest.Exec(t, "ip", "addr", "del", "192.0.2.1/32", "dev", "lo")
 	if n := none(); n != 0 {
 		t.Errorf("%d calls after the end", n)
@@ -392,13 +373,9 @@ func BenchmarkAddresses(b *testing.B) {
 				addrs[i] = netip.AddrFrom4([4]byte{10, 96, byte(i >> 8), byte(i)})
 			}
 			for b.Loop() {
-				if err := d.AddAddresses(addrs); err != nil {
-					b.Fatal(err)
-				}
+				require.NoError(b, d.AddAddresses(addrs))
 				b.StopTimer()
-				if err := d.RemoveAddresses(addrs); err != nil {
-					b.Fatal(err)
-				}
+				require.NoError(b, d.RemoveAddresses(addrs))
 				b.StartTimer()
 			}
 		})

@@ -11,6 +11,9 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/internal/nstest"
 	"nodeproxy/plan"
 )
@@ -19,9 +22,7 @@ func openSets(t testing.TB) *Sets {
 	t.Helper()
 	nstest.Enter(t)
 	s, err := OpenSets()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = s.Close() })
 	return s
 }
@@ -85,9 +86,7 @@ func TestSetsReadBack(t *testing.T) {
 						want[0].Mark, want[0].Mask = 0x90000001, 0xffffffff
 						want[1].Mark, want[1].Mask = uint32(round), 0xff00
 					}
-					if err := s.Add(set, want); err != nil {
-						t.Fatal(err)
-					}
+					require.NoError(t, s.Add(set, want))
 					if got, err := s.Entries(set); err != nil || !maps.Equal(got, setOf(want...)) {
 						t.Errorf("%+v: entries %v, %v; want %v", set, got, err, want)
 					}
@@ -106,9 +105,7 @@ func TestSetsReadBack(t *testing.T) {
 					t.Errorf("Ensure again: %v, %v", created, err)
 				}
 				for range 2 { // The second time, they are gone.
-					if err := s.Remove(set, want[1:]); err != nil {
-						t.Error(err)
-					}
+					assert.NoError(t, s.Remove(set, want[1:]))
 				}
 				if got, err := s.Entries(set); err != nil || !maps.Equal(got, setOf(want[0])) {
 					t.Errorf("%+v: entries %v after removing all but one, %v", set, got, err)
@@ -121,9 +118,7 @@ func TestSetsReadBack(t *testing.T) {
 		t.Errorf("names %v, %v; want %d", names, err, n)
 	}
 	for _, name := range append(names, names...) {
-		if err := s.Destroy(name); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, s.Destroy(name))
 	}
 	if names, err := s.Names(); err != nil || names != nil {
 		t.Errorf("names %v, %v after destroying all", names, err)
@@ -202,9 +197,7 @@ func TestFullSet(t *testing.T) {
 		entries = append(entries, Entry{Addr: netip.AddrFrom4([4]byte{10, 0, byte(i >> 8), byte(i)}), Mark: uint32(i), Mask: 0xffff})
 	}
 	reader, err := Present()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer reader.Close()
 	stop, reads := make(chan struct{}), 0
 	var reading sync.WaitGroup
@@ -224,9 +217,7 @@ func TestFullSet(t *testing.T) {
 	err = s.Add(set, entries)
 	close(stop)
 	reading.Wait()
-	if err != nil {
-		t.Fatalf("beside %d reads: %v", reads, err)
-	}
+	require.NoError(t, err, "beside %d reads", reads)
 	if got, err := s.Entries(set); err != nil || !maps.Equal(got, setOf(entries...)) {
 		t.Errorf("%d entries, %v; want %d", len(got), err, len(entries))
 	}
@@ -287,8 +278,6 @@ func BenchmarkAddEntries(b *testing.B) {
 		entries = append(entries, Entry{Addr: netip.AddrFrom4([4]byte{10, 96, byte(i >> 8), byte(i)}), Protocol: plan.TCP, Port: 80})
 	}
 	for b.Loop() {
-		if err := errors.Join(s.Add(set, entries), s.Remove(set, entries)); err != nil {
-			b.Fatal(err)
-		}
+		require.NoError(b, errors.Join(s.Add(set, entries), s.Remove(set, entries)))
 	}
 }

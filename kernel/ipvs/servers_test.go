@@ -13,6 +13,8 @@ import (
 	"time"
 
 	moby "github.com/moby/ipvs"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
 
@@ -21,18 +23,11 @@ import (
 	"nodeproxy/plan"
 )
 
-func must(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
-
 func openServers(t testing.TB) *Servers {
 	t.Helper()
 	nstest.Enter(t)
 	s, err := OpenServers()
-	must(t, err)
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = s.Close() })
 	return s
 }
@@ -81,25 +76,25 @@ func TestServersReadBack(t *testing.T) {
 	for i, id := range ids {
 		want := shapes[0]
 		want.ID = id
-		must(t, s.Add(want))
+		require.NoError(t, s.Add(want))
 		for _, d := range realServers(id) {
-			must(t, s.AddRealServer(id, d))
+			require.NoError(t, s.AddRealServer(id, d))
 		}
 		check(t, s, want, realServers(id)...)
 		for _, shape := range append(shapes[1:], shapes[i%len(shapes)]) {
 			shape.ID = id
-			must(t, s.Update(shape))
+			require.NoError(t, s.Update(shape))
 			check(t, s, shape, realServers(id)...)
 		}
 	}
 	for _, f := range plan.Families {
 		list, err := s.List(f)
-		must(t, err)
+		require.NoError(t, err)
 		for id := range list {
 			if id.Family != f {
 				t.Errorf("%s is in the list of %s", id, f)
 			}
-			must(t, s.Delete(id))
+			require.NoError(t, s.Delete(id))
 		}
 		if list, err := s.List(f); err != nil || len(list) != 0 {
 			t.Errorf("after deleting all: %v, %v", list, err)
@@ -114,9 +109,7 @@ func TestServersRepeat(t *testing.T) {
 	do := func(what string, errs ...error) {
 		t.Helper()
 		for i, err := range errs {
-			if err != nil {
-				t.Errorf("%s, %d: %v", what, i, err)
-			}
+			assert.NoError(t, err, "%s, %d", what, i)
 		}
 	}
 	if got, err := s.Get(v.ID); got != nil || err != nil {
@@ -205,7 +198,7 @@ func TestApply(t *testing.T) {
 func TestForeignServers(t *testing.T) {
 	s := openServers(t)
 	handle, err := moby.New("")
-	must(t, err)
+	require.NoError(t, err)
 	defer handle.Close()
 	service := func(port uint16) *moby.Service {
 		return &moby.Service{
@@ -228,7 +221,7 @@ func TestForeignServers(t *testing.T) {
 		{service(1), local, false}, {onePacket, local, true}, {wide, local, true},
 		{service(4), &tunnel, true}, {service(5), &threshold, true},
 	} {
-		must(t, errors.Join(handle.NewService(c.service), handle.NewDestination(c.service, c.destination)))
+		require.NoError(t, errors.Join(handle.NewService(c.service), handle.NewDestination(c.service, c.destination)))
 		got, err := s.Get(id(plan.UDP, fmt.Sprintf("10.96.0.1:%d", c.service.Port)))
 		if err != nil || got.Foreign != c.want {
 			t.Errorf("port %d: %+v, %v; want foreign: %v", c.service.Port, got, err, c.want)
@@ -288,18 +281,18 @@ func TestSchedulerProbe(t *testing.T) {
 		}
 	}
 	close(stop)
-	must(t, <-watched)
+	require.NoError(t, <-watched)
 }
 
 func TestTimeouts(t *testing.T) {
 	s := openServers(t)
 	handle, err := moby.New("")
-	must(t, err)
+	require.NoError(t, err)
 	defer handle.Close()
 	before, err := handle.GetConfig()
-	must(t, err)
-	must(t, s.SetTimeouts(0, 0, 0))
-	must(t, s.SetTimeouts(0, 17*time.Second, 1500*time.Millisecond))
+	require.NoError(t, err)
+	require.NoError(t, s.SetTimeouts(0, 0, 0))
+	require.NoError(t, s.SetTimeouts(0, 17*time.Second, 1500*time.Millisecond))
 	want := moby.Config{TimeoutTCP: before.TimeoutTCP, TimeoutTCPFin: 17 * time.Second, TimeoutUDP: 2 * time.Second}
 	if got, err := handle.GetConfig(); err != nil || *got != want {
 		t.Errorf("timeouts are %v, %v; want %v", got, err, want)
@@ -313,9 +306,7 @@ func TestServersFromManyGoroutines(t *testing.T) {
 		wg.Go(func() {
 			v := Server{ID: id(plan.TCP, fmt.Sprintf("10.96.0.%d:80", i+1)), Scheduler: "rr"}
 			for range 20 {
-				if err := s.Add(v); err != nil {
-					t.Error(err)
-				}
+				assert.NoError(t, s.Add(v))
 				if _, err := s.List(plan.IPv4); err != nil {
 					t.Error(err)
 				}
@@ -384,7 +375,7 @@ func TestListWhileOthersChange(t *testing.T) {
 		}
 	}
 	close(stop)
-	must(t, <-done)
+	require.NoError(t, <-done)
 }
 
 // bulk is what programs n virtual servers with two real servers each.
@@ -410,13 +401,9 @@ func BenchmarkServers(b *testing.B) {
 	flush := func(b *testing.B, s *Servers) {
 		b.Helper()
 		h, err := moby.New("")
-		if err != nil {
-			b.Fatal(err)
-		}
+		require.NoError(b, err)
 		defer h.Close()
-		if err := h.Flush(); err != nil {
-			b.Fatal(err)
-		}
+		require.NoError(b, h.Flush())
 	}
 	b.Run("at once", func(b *testing.B) {
 		s := openServers(b)
@@ -433,9 +420,7 @@ func BenchmarkServers(b *testing.B) {
 		s := openServers(b)
 		for b.Loop() {
 			for _, o := range ops {
-				if err := s.apply(o); err != nil {
-					b.Fatal(err)
-				}
+				require.NoError(b, s.apply(o))
 			}
 			b.StopTimer()
 			flush(b, s)
@@ -445,9 +430,7 @@ func BenchmarkServers(b *testing.B) {
 	b.Run("moby", func(b *testing.B) {
 		s := openServers(b)
 		handle, err := moby.New("")
-		if err != nil {
-			b.Fatal(err)
-		}
+		require.NoError(b, err)
 		defer handle.Close()
 		for b.Loop() {
 			for _, o := range ops {
@@ -462,9 +445,7 @@ func BenchmarkServers(b *testing.B) {
 					d := &moby.Destination{Address: o.RealServer.Addr.Addr().AsSlice(), Port: 8080, Weight: 1, AddressFamily: unix.AF_INET}
 					err = handle.NewDestination(v, d)
 				}
-				if err != nil {
-					b.Fatal(err)
-				}
+				require.NoError(b, err)
 			}
 			b.StopTimer()
 			flush(b, s)
@@ -499,9 +480,7 @@ func BenchmarkServers(b *testing.B) {
 			b.Fatal(errs[0])
 		}
 		for b.Loop() {
-			if err := s.UpdateRealServer(ops[0].Server.ID, RealServer{ops[1].RealServer.Addr, 5}); err != nil {
-				b.Fatal(err)
-			}
+			require.NoError(b, s.UpdateRealServer(ops[0].Server.ID, RealServer{ops[1].RealServer.Addr, 5}))
 		}
 	})
 }

@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/netlink"
 	"nodeproxy/plan"
@@ -20,7 +22,7 @@ func TestTraffic(t *testing.T) {
 	nstest.Exec(t, "ip", "addr", "add", "10.96.0.1/32", "dev", "lo")
 	nstest.Exec(t, "ip", "addr", "add", "192.0.2.7/32", "dev", "lo")
 	listener, err := net.Listen("tcp", "192.0.2.7:8080")
-	must(t, err)
+	require.NoError(t, err)
 	defer listener.Close()
 	go func() { // It uses a socket that exists, so that it may run on a thread of another namespace.
 		for {
@@ -35,9 +37,9 @@ func TestTraffic(t *testing.T) {
 	v := Server{ID: id(plan.TCP, "10.96.0.1:80"), Scheduler: "rr", Persistence: time.Hour}
 	to := RealServer{at("192.0.2.7:8080"), 1}
 	idle := Server{ID: ServerID{Family: plan.IPv4, Mark: 7}, Scheduler: "rr"}
-	must(t, errors.Join(s.Add(v), s.AddRealServer(v.ID, to), s.Add(idle)))
+	require.NoError(t, errors.Join(s.Add(v), s.AddRealServer(v.ID, to), s.Add(idle)))
 	conn, err := net.DialTimeout("tcp", "10.96.0.1:80", 20*time.Second)
-	must(t, err)
+	require.NoError(t, err)
 	defer conn.Close()
 	line := "a line of thirty-two characters\n"
 	if _, err := conn.Write([]byte(line)); err != nil {
@@ -53,7 +55,7 @@ func TestTraffic(t *testing.T) {
 		t.Errorf("with a connection: %+v, %v; want %+v", got, err, want)
 	}
 	to.Weight = 0
-	must(t, s.UpdateRealServer(v.ID, to))
+	require.NoError(t, s.UpdateRealServer(v.ID, to))
 	want.Weight = 0
 	if got, err = s.Get(v.ID); err != nil || got.RealServers[to.Addr] != want {
 		t.Errorf("with weight 0: %+v, %v; want %+v", got, err, want)
