@@ -114,7 +114,7 @@ func TestFaultKilledWhileWriting(t *testing.T) {
 		// Not for ever, should the test end early.
 		f.give(order, fmt.Sprintf("echo >>%[1]s.begun; timeout 60 sh -c 'while [ ! -e %[1]s ]; do sleep 0.01; done'; echo >>%[1]s.ended\n", reading))
 		f.change("n2a")
-		eventually(t, "iptables-restore", func() error {
+		until(t, "iptables-restore", func() error {
 			if begun, err := os.ReadFile(reading + ".begun"); err != nil || len(begun) < 2 {
 				return fmt.Errorf("%d runs have begun (%v), want one a family", len(begun), err)
 			}

@@ -109,15 +109,21 @@ func wantSource(t *testing.T, client *harness.Host, to netip.AddrPort, want neti
 	}
 }
 
-// eventually repeats a check until it succeeds, and fails the test if it doesn't within harness.Limit. It returns how long that took.
+// eventually is until, and waits for the end of the sync that did it: what comes next may ask for something else that the same sync does.
 func eventually(t *testing.T, what string, check func() error) time.Duration {
+	t.Helper()
+	took := until(t, what, check)
+	harness.Settle(t)
+	return took
+}
+
+// until repeats a check until it succeeds, and fails the test if it doesn't within harness.Limit. It returns how long that took.
+func until(t *testing.T, what string, check func() error) time.Duration {
 	t.Helper()
 	for start := time.Now(); ; time.Sleep(2 * time.Millisecond) {
 		err := check()
 		if err == nil {
-			took := time.Since(start)
-			harness.Settle(t) // What comes next may ask for something else that the same sync does.
-			return took
+			return time.Since(start)
 		}
 		if time.Since(start) > harness.Limit {
 			t.Fatalf("%s, still not after %v: %v", what, harness.Limit, err)

@@ -73,6 +73,7 @@ func dropIn(s *scenario) {
 			return nil
 		})
 		s.eventually(name+" answers", servers(s.Client, s.nodePort(cluster), "n1a", "n2a"))
+		s.eventually(name+" answers", servers(s.Client, at(local, 4), "n1a", "n2a")) // Its endpoints may come later.
 		answers[name] = s.behaviour(cluster, local)
 		stop()
 	}
