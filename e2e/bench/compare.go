@@ -54,17 +54,17 @@ const (
 
 // run measures the proxies with each number of Services, prints tables, and returns how many goals are missed.
 func (c comparison) run(ctx context.Context, o *options) (missed int) {
-	np, kp := findProxies(o.mode)
+	np, other := o.findProxies()
 	if len(o.backends) > 0 {
 		np.flags = append(np.flags[:1:1], "--iptables-backend="+o.backends[0])
 	}
-	proxies := []proxy{np, kp}
+	proxies := []proxy{np, other}
 	if c.without {
 		ipt := np
 		ipt.name, ipt.flags = inIPTables, []string{"--proxy-mode=iptables", "--iptables-backend=" + string(harness.NFT)}
 		proxies = append(proxies, ipt, proxy{name: noProxy}, proxy{name: noRules})
 	}
-	fmt.Printf("# nodeproxy %s, kube-proxy %s, mode %s, kernel %s\n# before the run: %s\n%s", np.version, kp.version, o.modeName(),
+	fmt.Printf("# nodeproxy %s, %s %s, mode %s, kernel %s\n# before the run: %s\n%s", np.version, other.name, other.version, o.modeName(),
 		machine.Kernel(), machine.State(), c.note)
 	// For each number of Services there are nodes, so that every cold start is on a node as good as new.
 	l := newLab(ctx, o.endpoints, slices.Repeat(proxies, len(o.services)))
@@ -114,7 +114,7 @@ func (b *bench) measure(ctx context.Context, nodes []*node) (results []figures) 
 		switch {
 		case n.name == noProxy:
 			n.masquerade(harness.NFT)
-		case slices.Contains(b.only, n.name):
+		case slices.Contains(b.only, n.name) || n.name == another:
 			if b.coldStart(n); n.runs() {
 				running = append(running, n)
 			}

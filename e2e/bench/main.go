@@ -63,7 +63,7 @@ type options struct {
 	services                                                                             []int
 	endpoints, wide, changes, theirChanges, additions, turns, rounds, rate, blocks, vips int
 	settle, rateDuration, idle, limit                                                    time.Duration
-	mode, binary                                                                         string
+	mode, binary, against                                                                string
 	backends, only, parts                                                                []string
 	verbose, inside                                                                      bool
 }
@@ -160,6 +160,7 @@ func parse(args []string) (*scenario, *options, error) {
 	s, o := &scenarios[slices.Index(names, args[0])], &options{args: args, begun: time.Now()}
 	flags := flag.NewFlagSet("bench "+s.name, flag.ContinueOnError)
 	flags.StringVar(&o.binary, "binary", "", "the nodeproxy to measure; by default $NODEPROXY_BIN, or one built for this run")
+	flags.StringVar(&o.against, "against", "", "another nodeproxy to compare with, in place of kube-proxy; goals are not judged then")
 	settings := o.settings()
 	for _, field := range strings.Fields(s.defaults) {
 		name, value, _ := strings.Cut(field, "=")

@@ -17,6 +17,7 @@ import (
 const (
 	nodeProxy  = "nodeproxy"
 	kubeProxy  = "kube-proxy"
+	another    = "the other one"
 	inIPTables = "iptables"
 )
 
@@ -26,12 +27,17 @@ type proxy struct {
 	flags                        []string // These come after those that all get.
 }
 
-// findProxies finds nodeproxy and kube-proxy, to be run in a mode, and asks for their versions.
-func findProxies(mode string) (np, kp proxy) {
-	np = proxy{name: nodeProxy, program: nodeProxy, path: must(harness.Binary()), flags: []string{"--proxy-mode=" + mode}}
-	kp = proxy{name: kubeProxy, program: kubeProxy, path: filepath.Join(must(cluster.Binaries()), kubeProxy), flags: np.flags}
-	np.version, kp.version = versionOf(np.path, "version"), versionOf(kp.path, "--version")
-	return np, kp
+// findProxies finds nodeproxy and what it is compared with, to be run in the mode, and asks for their versions.
+func (o *options) findProxies() (np, other proxy) {
+	np = proxy{name: nodeProxy, program: nodeProxy, path: must(harness.Binary()), flags: []string{"--proxy-mode=" + o.mode}}
+	np.version, other = versionOf(np.path, "version"), np
+	if o.against != "" {
+		other.name, other.path, other.version = another, o.against, versionOf(o.against, "version")
+		return np, other
+	}
+	other.name, other.program, other.path = kubeProxy, kubeProxy, filepath.Join(must(cluster.Binaries()), kubeProxy)
+	other.version = versionOf(other.path, "--version")
+	return np, other
 }
 
 // versionOf is what a program prints, without what it calls itself.

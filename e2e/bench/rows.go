@@ -9,6 +9,9 @@ import (
 func (c comparison) print(t *table, o *options, results [][]figures) {
 	t.limit = o.limit
 	columns := []string{nodeProxy, kubeProxy}
+	if t.ungraded = o.against != ""; t.ungraded {
+		columns[1] = another
+	}
 	if c.without {
 		columns = append(columns, "mode iptables", noProxy, noRules)
 	}

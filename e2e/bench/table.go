@@ -33,8 +33,9 @@ type row struct {
 // table is a table that counts the goals that are missed. It is written by Flush.
 type table struct {
 	*tabwriter.Writer
-	missed int
-	limit  time.Duration // what an infinite figure is above
+	missed   int
+	limit    time.Duration // what an infinite figure is above
+	ungraded bool          // Goals are left out.
 }
 
 func newTable(w io.Writer) *table { return &table{Writer: tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)} }
@@ -68,6 +69,9 @@ func (t *table) compare(rows []row, results ...figures) {
 		}
 		a, b := results[0].of(r.key), results[1].of(r.key)
 		by, goal, met := ratio(a, b), "", false
+		if t.ungraded {
+			r.part, r.most, r.least = 0, 0, 0
+		}
 		switch {
 		case r.part > 0:
 			goal, met = fmt.Sprintf("<= 1/%.0f", r.part), a*r.part <= b
