@@ -59,6 +59,8 @@ type Config struct {
 	Cleanup, InitOnly bool
 	// TakeOver writes rules even if another proxy runs on the node.
 	TakeOver bool
+	// HandOver leaves rules at the end that a kube-proxy in mode nftables does not remove before it has its own.
+	HandOver bool
 	// Findings are about this configuration: values that are overridden, and those without effect.
 	Findings []source.Finding
 }

@@ -202,6 +202,7 @@ func TestWrongFlags(t *testing.T) {
 	}{
 		{[]string{"--mode=ebpf"}, []string{`--mode: "ebpf" is not supported; iptables, ipvs and nftables are`}},
 		{[]string{"--proxy-mode=userspace"}, []string{`--proxy-mode: "userspace" is not supported; iptables, ipvs and nftables are`}},
+		{[]string{"--hand-over-to=ipvs"}, []string{`--hand-over-to: "ipvs" is not supported; only a kube-proxy in mode nftables needs it`}},
 		{[]string{"--service-cidr=10.0.0.0"}, []string{`--service-cidr: "10.0.0.0" is not a CIDR`}},
 		{[]string{"--service-cidr=10.0.0.0/33"}, []string{`--service-cidr: "10.0.0.0/33" is not a CIDR`}},
 		{[]string{"--service-cidr=10.0.0.0/8,11.0.0.0/8"},

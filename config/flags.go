@@ -191,6 +191,8 @@ func (o *own) sourceFlags() []definition {
 		{"cleanup", &o.cleanup, "remove what kube-proxy and nodeproxy keep in the kernel, and exit; see nodeproxy cleanup"},
 		{"take-over", &o.takeOver,
 			"write rules at once even if a kube-proxy or another nodeproxy runs on this node; by default nodeproxy waits until it has ended"},
+		{"hand-over-to", &o.handOverTo, "nftables, if a kube-proxy in that mode is to serve this node after nodeproxy: at its end, nodeproxy " +
+			"leaves rules where they stay in force until that one has its own"},
 		{"init-only", &o.initOnly, "load kernel modules and set sysctls, which takes more privileges than anything else, and exit"},
 	}
 }

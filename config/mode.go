@@ -43,6 +43,9 @@ func (k *checker) mode(c *Config) {
 		c.ServiceMetrics = 1000
 	}
 	c.Cleanup, c.InitOnly, c.TakeOver = k.own.cleanup, k.own.initOnly, k.own.takeOver
+	if c.HandOver = k.own.handOverTo == modeNFTables; !c.HandOver && k.own.handOverTo != "" {
+		k.check("--hand-over-to", fmt.Errorf("%q is not supported; only a kube-proxy in mode %s needs it", k.own.handOverTo, modeNFTables))
+	}
 	if c.Cleanup && c.InitOnly {
 		k.check("--cleanup", errors.New("can't be combined with --init-only"))
 	}

@@ -33,6 +33,7 @@ type own struct {
 	serviceMetrics             int32 // below 0 for the default of the mode
 	cleanup, initOnly          bool
 	takeOver                   bool
+	handOverTo                 string
 	healthzPort, metricsPort   int32
 }
 

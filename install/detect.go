@@ -60,6 +60,7 @@ type Setup struct {
 
 	label        string // by which the scheduler keeps pods of kube-proxy and nodeproxy apart
 	nodeAffinity any    // that of kube-proxy; nil if it has none
+	handOver     bool   // a DaemonSet runs kube-proxy in mode nftables
 }
 
 // Detect decides how nodeproxy takes the place of the cluster's kube-proxy. It says what it has found and where; the error has a line for
@@ -317,6 +318,7 @@ func (c *Cluster) configuration(s *Setup, say func(string, ...any)) (known bool,
 		if err := yaml.Unmarshal([]byte(text), &s.Config); err != nil {
 			return true, fmt.Errorf("kube-proxy's configuration, %s: %w", where, err)
 		}
+		s.handOver = d != nil && s.Config["mode"] == "nftables"
 	} else {
 		say("configuration: none of kube-proxy is to be found; defaults are used")
 	}

@@ -728,3 +728,23 @@ func TestHealthOnLoopback(t *testing.T) {
 		}
 	}
 }
+
+// TestHandOver: nodeproxy hands over where a DaemonSet runs kube-proxy in mode nftables, whatever its own mode is.
+func TestHandOver(t *testing.T) {
+	t.Parallel()
+	for _, of := range []string{"iptables", "nftables"} {
+		for _, mode := range []string{"iptables", "ipvs", "nftables"} {
+			s := detected(t, clusterOf(t, "kubeadm", `    mode: ""`, "    mode: "+of), Options{Mode: mode})
+			var args []string
+			for doc := range bytes.SplitSeq(must(t)(s.Manifests()), []byte("---\n")) {
+				if ds := parsed[daemonSet](t)(doc, nil); ds.Kind == "DaemonSet" {
+					args = ds.Spec.Template.Spec.Containers[0].Args
+				}
+			}
+			values := string(must(t)(s.Values()))
+			if want := of == "nftables"; slices.Contains(args, handOver) != want || strings.Contains(values, "extraArgs:\n- "+handOver) != want {
+				t.Errorf("from mode %s of kube-proxy to mode %s: arguments %q, values\n%s", of, mode, args, values)
+			}
+		}
+	}
+}

@@ -21,6 +21,9 @@ import (
 // Namespace is where everything is installed.
 const Namespace = "kube-system"
 
+// handOver is the flag with which nodeproxy gives a node back to a kube-proxy in mode nftables.
+const handOver = "--hand-over-to=nftables"
+
 // Values returns values of the chart.
 func (s *Setup) Values() ([]byte, error) {
 	if host, _, err := net.SplitHostPort(s.Config["healthzBindAddress"].(string)); err == nil && loopback(host) {
@@ -36,6 +39,9 @@ func (s *Setup) Values() ([]byte, error) {
 	}
 	if s.NoKernelModules {
 		values["loadKernelModules"] = false
+	}
+	if s.handOver {
+		values["extraArgs"] = []any{handOver}
 	}
 	if s.Migrate {
 		values["nodeSelector"] = map[string]any{Label: labelOurs}
@@ -137,6 +143,9 @@ func (s *Setup) daemonSet() ([]byte, error) {
 	}
 	for _, c := range pod["containers"].([]any) {
 		c := c.(map[string]any)
+		if s.handOver {
+			c["args"] = append(c["args"].([]any), handOver)
+		}
 		env, _ := c["env"].([]any)
 		c["env"] = append(env, map[string]any{"name": "KUBERNETES_SERVICE_HOST", "value": s.Host},
 			map[string]any{"name": "KUBERNETES_SERVICE_PORT", "value": strconv.Itoa(s.Port)})

@@ -348,6 +348,7 @@ func (d *daemon) run(claim *claim, front *front) error {
 		return err
 	}
 	if !d.replaced {
+		d.handOver()
 		d.log.Info("stopped; the rules stay in force")
 	}
 	return nil

@@ -12,7 +12,7 @@ import (
 // flagGroups lists the groups in which help shows the flags that commands share, and the flags of each group, in the order of the help.
 // Each flag of package config that is not hidden is in exactly one group.
 var flagGroups = []struct{ title, flags string }{
-	{"General", "config write-config-to node-name hostname-override bind-address feature-gates take-over init-only cleanup sysctl-dir oom-score-adj"},
+	{"General", "config write-config-to node-name hostname-override bind-address feature-gates take-over hand-over-to init-only cleanup sysctl-dir oom-score-adj"},
 	{"API server", "kubeconfig master kube-api-content-type kube-api-qps kube-api-burst config-sync-period"},
 	{"Manifests, in place of an API server", "manifests service-cidr service-node-port-range"},
 	{"Mode", "mode proxy-mode masquerade-all nodeport-addresses"},

@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"net/netip"
 	"strings"
+	"time"
 
 	"nodeproxy/config"
 	"nodeproxy/kernel/conntrack"
@@ -113,4 +114,38 @@ func removeNFTables(_ context.Context, r removal) error {
 	}
 	r.log.Info("this node was in mode nftables before; its tables are removed")
 	return nftables.Cleanup()
+}
+
+// handOver leaves rules that a kube-proxy in mode nftables does not remove before it has its own, if one is to follow. Where that is not
+// possible, what is in the kernel stays.
+func (d *daemon) handOver() {
+	if !d.cfg.HandOver || d.comesBack() {
+		return
+	}
+	s := d.proxier.Snapshot()
+	if s == nil || s.Partial {
+		d.log.Warn("the rules are not handed over to kube-proxy, as not all Services are known")
+		return
+	}
+	start := time.Now()
+	err := nftables.HandOver(s.Plan(), d.backend.Families(), nftables.Options{MasqueradeBit: d.cfg.MasqueradeBit})
+	if err != nil {
+		d.log.Warn("the rules are not handed over to kube-proxy", "error", err)
+		return
+	}
+	d.log.Info("what the rules do is in the tables of a kube-proxy in mode nftables too, until it has its own", "took", time.Since(start))
+}
+
+// askLast is how long a program that ends asks whether kube-proxy follows.
+const askLast = 2 * time.Second
+
+// comesBack reports whether kube-proxy is known not to follow: it is deployed, but not for this node.
+func (d *daemon) comesBack() bool {
+	if d.client == nil {
+		return false
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), askLast) // d.ctx has ended.
+	defer cancel()
+	_, wants, err := d.client.KubeProxyWants(ctx, d.cfg.NodeName)
+	return err == nil && !wants
 }

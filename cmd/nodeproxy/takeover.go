@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"net"
 	"net/netip"
@@ -20,6 +21,7 @@ import (
 	"nodeproxy/node/leftovers"
 	"nodeproxy/plan"
 	"nodeproxy/source"
+	"nodeproxy/source/apiserver"
 )
 
 // claim is this program's claim to write to the kernel. It is acquired when no other proxy runs in the network namespace, and lasts as
@@ -113,6 +115,9 @@ func (d *daemon) watchDaemonSet(ctx context.Context, every time.Duration) {
 	wanted, unknown := false, false
 	for ctx.Err() == nil {
 		labels, wants, err := d.client.KubeProxyWants(ctx, d.cfg.NodeName)
+		if errors.Is(err, apiserver.ErrNoKubeProxy) {
+			err = nil
+		}
 		switch {
 		case err != nil && !unknown && ctx.Err() == nil: // Old roles don't allow it.
 			d.log.Debug("it is not known whether kube-proxy's DaemonSet wants this node", "error", err)

@@ -146,3 +146,37 @@ func TestWatchDaemonSet(t *testing.T) {
 		t.Errorf("afterwards: neighbours %v, findings %v, %d more reports, %d more lines", d.neighbours.all(), d.lasting.all(), len(reports), len(lines))
 	}
 }
+
+// TestComesBack: an end is only a restart where kube-proxy's DaemonSet is there, and does not want the node.
+func TestComesBack(t *testing.T) {
+	t.Parallel()
+	server := apiservertest.New(t)
+	cfg := &config.Config{NodeName: "n1"}
+	cfg.API.Master, cfg.API.AcceptContentTypes, cfg.API.QPS = server.URL, "application/json", -1
+	client, err := newClient(cfg)
+	require.NoError(t, err)
+	node := &v1.Node{TypeMeta: metav1.TypeMeta{Kind: "Node", APIVersion: "v1"}}
+	node.Name, node.Labels = "n1", map[string]string{"os": "linux"}
+	server.ServeObject("/api/v1/nodes/n1", node)
+	kubeProxy := func(os string) json.RawMessage {
+		return json.RawMessage(`{"spec": {"template": {"spec": {"containers": [{"name": "kube-proxy"}], "nodeSelector": {"os": "` + os + `"}}}}}`)
+	}
+	for _, tc := range []struct {
+		name      string
+		daemonSet any
+		client    *apiserver.Client
+		want      bool
+	}{
+		{"no API server", nil, nil, false},
+		{"no DaemonSet", http.StatusNotFound, client, false},
+		{"no right to read it", http.StatusForbidden, client, false},
+		{"it wants the node", kubeProxy("linux"), client, false},
+		{"it wants others", kubeProxy("windows"), client, true},
+	} {
+		server.ServeObject(apiserver.KubeProxyPath, tc.daemonSet)
+		d := &daemon{cfg: cfg, client: tc.client}
+		if got := d.comesBack(); got != tc.want {
+			t.Errorf("%s: comes back: %t, want %t", tc.name, got, tc.want)
+		}
+	}
+}

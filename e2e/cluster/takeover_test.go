@@ -19,6 +19,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	v1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/ptr"
 
 	"nodeproxy/e2e/harness"
 )
@@ -41,8 +42,7 @@ var takeOvers = []takeOverTest{
 }
 
 // TestTakeOver: nodeproxy takes over from a kube-proxy that runs, whatever the modes of both are, without a failed request, and gives
-// back to it without any either, unless that one's mode is nftables, and nodeproxy's is not. As long as kube-proxy runs, nodeproxy
-// writes nothing.
+// back to it without any either; to one in mode nftables with --hand-over-to. As long as kube-proxy runs, nodeproxy writes nothing.
 func TestTakeOver(t *testing.T) {
 	for _, variant := range harness.Variants {
 		t.Run(string(variant), func(t *testing.T) {
@@ -70,19 +70,22 @@ func kernelHasIPVS() bool {
 
 func testTakeOvers(t *testing.T, variant harness.Variant, ipvs bool) {
 	l := newLab(t, variant)
-	for _, to := range takeOvers {
+	for i, to := range takeOvers {
 		if to.from == harness.IPVS && os.Getenv("NODEPROXY_E2E_SLOW") == "" {
 			continue
 		}
 		if slices.Contains(to.variants, variant) && ipvs == (to.from == harness.IPVS || to.to == harness.IPVS) {
 			l.mode = to.to
-			l.run(t, to.name(), func(s *scenario) { takeOver(s, to.from) })
+			l.run(t, to.name(), func(s *scenario) { takeOver(s, to.from, harness.AddressesOf(20+i).ExternalIP(4)) })
 		}
 	}
 }
 
-func takeOver(s *scenario, from harness.Mode) {
-	cluster := s.service(func(svc *v1.Service) { svc.Spec.Type = v1.ServiceTypeNodePort })
+func takeOver(s *scenario, from harness.Mode, external netip.Addr) {
+	cluster := s.service(func(svc *v1.Service) {
+		svc.Spec.Type, svc.Spec.IPFamilyPolicy = v1.ServiceTypeNodePort, ptr.To(v1.IPFamilyPolicyRequireDualStack)
+		svc.Spec.ExternalIPs = []string{external.String()}
+	})
 	local := s.serviceNamed("local", func(svc *v1.Service) {
 		svc.Spec.Type, svc.Spec.ExternalTrafficPolicy = v1.ServiceTypeNodePort, v1.ServiceExternalTrafficPolicyLocal
 	})
@@ -110,6 +113,8 @@ func takeOver(s *scenario, from harness.Mode) {
 	s.pause = 5 * workers * time.Second / time.Duration(harness.ConnectionRate(rate))
 	s.load(s.Client, s.nodePort(cluster))
 	s.load(s.Client, at(cluster, 4))
+	s.load(s.Client, at(cluster, 6))
+	s.load(s.Client, netip.AddrPortFrom(external, 80))
 	s.load(s.Client, s.nodePort(local))
 	s.load(s.World.Pod("n1b").Host, at(cluster, 4))
 	s.load(s.Node1().Host, at(cluster, 4))
@@ -119,8 +124,12 @@ func takeOver(s *scenario, from harness.Mode) {
 
 	before := s.rules()
 	s.waitsInPod()
-	next, err := s.StartDaemon(s.Node1(), "--mode="+string(s.mode), "--iptables-backend="+string(s.variant), clusterCIDR, "--manifests=", "--kubeconfig="+s.kubeconfig,
-		"--healthz-bind-address=127.0.0.1:10266", "--metrics-bind-address=127.0.0.1:10259")
+	flags := []string{"--mode=" + string(s.mode), "--iptables-backend=" + string(s.variant), clusterCIDR, "--manifests=",
+		"--kubeconfig=" + s.kubeconfig, "--healthz-bind-address=127.0.0.1:10266", "--metrics-bind-address=127.0.0.1:10259"}
+	if from == harness.NFTables {
+		flags = append(flags, "--hand-over-to=nftables")
+	}
+	next, err := s.StartDaemon(s.Node1(), flags...)
 	s.must(err)
 	s.daemon = next
 	s.must(next.WaitFor(harness.Limit, "another proxy runs here", ": kube-proxy (process "))
@@ -145,35 +154,50 @@ func takeOver(s *scenario, from harness.Mode) {
 
 	open.goOn("after the take-over")
 
-	// And back.
-	s.must(next.Stop())
-	// A kube-proxy in mode nftables removes the rules of other modes before it has any of its own, but for the tables of nodeproxy.
-	lossy := from == harness.NFTables && s.mode != harness.NFTables
-	if lossy {
-		s.tellRate(begun)
-		s.endLoads()
-	}
-	load := s.Client.StartLoad("tcp", s.nodePort(cluster), 2, 5*time.Millisecond)
-	stop = s.kubeProxy(from)
-	s.eventually("kube-proxy has taken over", s.programmed)
-	s.cleanNFTables()
-	s.eventually("kube-proxy works", servers(s.Client, s.nodePort(cluster), "n1a", "n2a"))
-	load.Stop()
-	if !lossy {
-		open.goOn("at the way back")
-		s.tellRate(begun)
-		s.endLoads()
-	}
-	if failed := len(load.Failures()); failed > 0 {
-		s.Logf("at the way back, kube-proxy made %d of %d requests fail", failed, load.Requests())
-		if !lossy {
-			s.Errorf("the first: %v", load.Failures()[0])
-		}
-	}
-	stop()
+	stop = s.back(from, next, open)
+	s.tellRate(begun)
+	s.endLoads()
 	stopTalk()
 	open.close()
+	s.follows(from, cluster, local)
+	stop()
 	s.cleanAndCompare()
+}
+
+// back ends nodeproxy, and starts a kube-proxy in its place.
+func (s *scenario) back(to harness.Mode, daemon *harness.Daemon, open *conversations) (stop func()) {
+	s.Helper()
+	s.must(daemon.Stop())
+	s.more()
+	stop = s.kubeProxy(to)
+	s.eventually("kube-proxy has taken over", s.programmed)
+	if to != harness.NFTables {
+		s.cleanNFTables()
+	}
+	s.more()
+	open.goOn("at the way back")
+	return stop
+}
+
+// follows: once a kube-proxy in this mode serves the node again, nothing else does.
+func (s *scenario) follows(mode harness.Mode, cluster, local *v1.Service) {
+	s.Helper()
+	s.gone("n1a")
+	for _, to := range []netip.AddrPort{at(cluster, 4), at(cluster, 6), s.nodePort(cluster)} {
+		s.eventually("kube-proxy follows", servers(s.Client, to, "n2a"))
+	}
+	if mode != harness.IPVS { // It sends to other nodes then.
+		s.eventually("kube-proxy follows", ends(s.Client, s.nodePort(local), harness.TimedOut))
+	}
+	s.gone("n2a")
+	for _, to := range []netip.AddrPort{at(cluster, 4), at(cluster, 6), s.nodePort(cluster)} {
+		s.eventually("kube-proxy follows", ends(s.Client, to, harness.Refused))
+	}
+	if left := s.rules(); strings.Contains(left, "table ip nodeproxy ") || strings.Contains(left, "table ip6 nodeproxy ") {
+		s.Errorf("left at the way back:\n%s", left)
+	}
+	s.pod("n1a", "n2a")
+	s.eventually("kube-proxy follows", servers(s.Client, at(cluster, 4), "n1a", "n2a"))
 }
 
 // cleanNFTables removes what a nodeproxy in mode nftables has left beside a kube-proxy, if there is something, and nothing else.

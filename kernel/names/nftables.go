@@ -48,3 +48,10 @@ const (
 	NFTRejectReset  = "reject-reset"
 	NFTDrop         = "drop-packet"
 )
+
+// KubeProxyBases are the chains with hooks by which a kube-proxy in mode nftables translates packets, each by the name of the one here in
+// the same place. Since Kubernetes 1.29, their names, types and priorities have been the same.
+var KubeProxyBases = map[string]string{NFTPrerouting: "nat-prerouting", NFTOutput: "nat-output", NFTPostrouting: "nat-postrouting"}
+
+// HandedOver begins the names of sets, and of chains without a hook, that this program leaves in kube-proxy's tables.
+const HandedOver = "nodeproxy-"

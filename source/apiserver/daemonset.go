@@ -3,6 +3,7 @@ package apiserver
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"slices"
 	"strings"
 
@@ -16,6 +17,9 @@ import (
 // KubeProxyPath is the DaemonSet by which kubeadm and others run kube-proxy.
 const KubeProxyPath = "/apis/apps/v1/namespaces/kube-system/daemonsets/kube-proxy"
 
+// ErrNoKubeProxy says that there is no DaemonSet of kube-proxy.
+var ErrNoKubeProxy = errors.New("there is no DaemonSet kube-proxy")
+
 // KubeProxyWants reports whether kube-proxy's DaemonSet wants a pod on a node, and returns the node's labels if so. Taints don't count:
 // kube-proxy tolerates all of them wherever it is deployed. It makes at most two requests, which the API server answers from memory.
 func (c *Client) KubeProxyWants(ctx context.Context, node string) (nodeLabels map[string]string, wants bool, err error) {
@@ -24,7 +28,7 @@ func (c *Client) KubeProxyWants(ctx context.Context, node string) (nodeLabels ma
 	// As JSON, since the types of this API group would be linked for nothing else.
 	text, err := c.core.Get().AbsPath(KubeProxyPath).Param("resourceVersion", "0").SetHeader("Accept", runtime.ContentTypeJSON).Do(ctx).Raw()
 	if apierrors.IsNotFound(err) {
-		return nil, false, nil
+		return nil, false, ErrNoKubeProxy
 	}
 	if err != nil {
 		return nil, false, err
@@ -38,7 +42,7 @@ func (c *Client) KubeProxyWants(ctx context.Context, node string) (nodeLabels ma
 	pod := &v1.Pod{Spec: ds.Spec.Template.Spec}
 	isProxy := func(c v1.Container) bool { return c.Name == "kube-proxy" || strings.Contains(c.Image, "kube-proxy") }
 	if !slices.ContainsFunc(pod.Spec.Containers, isProxy) {
-		return nil, false, nil
+		return nil, false, ErrNoKubeProxy
 	}
 	var n v1.Node
 	err = c.core.Get().Resource(nodes).Name(node).VersionedParams(&metav1.GetOptions{ResourceVersion: "0"}, parameters).Do(ctx).Into(&n)

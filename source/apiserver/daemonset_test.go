@@ -2,6 +2,7 @@ package apiserver
 
 import (
 	"encoding/json"
+	"errors"
 	"net/http"
 	"testing"
 
@@ -19,12 +20,19 @@ func TestKubeProxyWants(t *testing.T) {
 	client := clientOf(t, server.URL)
 	node := &v1.Node{TypeMeta: metav1.TypeMeta{Kind: "Node", APIVersion: "v1"}}
 	node.Name, node.Labels = "n1", map[string]string{"kubernetes.io/os": "linux", "service-proxy": "nodeproxy", "cores": "8"}
-	if _, wants, err := client.KubeProxyWants(t.Context(), "n1"); wants || err != nil {
+	if _, wants, err := client.KubeProxyWants(t.Context(), "n1"); wants || !errors.Is(err, ErrNoKubeProxy) {
 		t.Errorf("without the DaemonSet: %v, %v", wants, err)
 	}
 	const container = `"containers": [{"name": "kube-proxy", "image": "registry.k8s.io/kube-proxy:v1.36.0"}]`
 	terms := func(list string) string {
 		return container + `, "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [` + list + `]}}}`
+	}
+	serve := func(pod string) {
+		server.ServeObject(KubeProxyPath, json.RawMessage(`{"kind": "DaemonSet", "apiVersion": "apps/v1", "spec": {"template": {"spec": {`+pod+`}}}}`))
+	}
+	serve(`"containers": [{"name": "p", "image": "r/other:v1"}]`)
+	if _, wants, err := client.KubeProxyWants(t.Context(), "n1"); wants || !errors.Is(err, ErrNoKubeProxy) {
+		t.Errorf("with a DaemonSet of another program: %v, %v", wants, err)
 	}
 	for pod, want := range map[string]bool{
 		container: true,
@@ -32,7 +40,6 @@ func TestKubeProxyWants(t *testing.T) {
 		container + `, "nodeSelector": {"kubernetes.io/os": "windows"}`: false,
 		container + `, "affinity": {"podAntiAffinity": {}}`:             true,
 		`"containers": [{"name": "p", "image": "r/kube-proxy:v1"}]`:     true,
-		`"containers": [{"name": "p", "image": "r/other:v1"}]`:          false,
 		// What "install -o kube-proxy-off" adds, without and with --migrate.
 		terms(`{"matchExpressions": [{"key": "service-proxy", "operator": "In", "values": ["kube-proxy"]}]}`):                                                  false,
 		terms(`{"matchExpressions": [{"key": "service-proxy", "operator": "NotIn", "values": ["nodeproxy"]}]}`):                                                false,
@@ -44,7 +51,7 @@ func TestKubeProxyWants(t *testing.T) {
 		terms(`{"matchExpressions": [{"key": "cores", "operator": "Near", "values": ["4"]}]}`):                                                                 false,
 		terms(`{}`): false,
 	} {
-		server.ServeObject(KubeProxyPath, json.RawMessage(`{"kind": "DaemonSet", "apiVersion": "apps/v1", "spec": {"template": {"spec": {`+pod+`}}}}`))
+		serve(pod)
 		server.ServeObject("/api/v1/nodes/n1", node)
 		labels, wants, err := client.KubeProxyWants(t.Context(), "n1")
 		if wants != want || err != nil || wants != (labels["cores"] == "8") {

@@ -1,0 +1,72 @@
+package nftables
+
+import (
+	"net"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
+
+	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/nft"
+	"nodeproxy/plan"
+	"nodeproxy/plan/plantest"
+)
+
+// firstTransaction is the part of kube-proxy's first transaction that is about chains that translate (setupNFTables of kube-proxy 1.36.3),
+// with a translation of its own.
+const firstTransaction = `
+add table ip kube-proxy { comment "rules for kube-proxy" ; }
+add chain ip kube-proxy nat-prerouting
+delete chain ip kube-proxy nat-prerouting
+add chain ip kube-proxy nat-output
+delete chain ip kube-proxy nat-output
+add chain ip kube-proxy nat-postrouting
+delete chain ip kube-proxy nat-postrouting
+add chain ip kube-proxy nat-prerouting { type nat hook prerouting priority -100 ; }
+flush chain ip kube-proxy nat-prerouting
+add chain ip kube-proxy nat-output { type nat hook output priority -100 ; }
+flush chain ip kube-proxy nat-output
+add chain ip kube-proxy nat-postrouting { type nat hook postrouting priority 100 ; }
+flush chain ip kube-proxy nat-postrouting
+add chain ip kube-proxy services
+flush chain ip kube-proxy services
+add rule ip kube-proxy nat-output jump services
+add set ip kube-proxy cluster-ips { type ipv4_addr ; comment "Active ClusterIPs" ; }
+add rule ip kube-proxy services ip daddr 10.96.0.10 udp dport 80 dnat to 10.244.0.3:8080
+`
+
+// TestHandOver: what is handed over is in force until kube-proxy's first transaction, and no longer. A hand-over may follow another, and
+// a kube-proxy.
+func TestHandOver(t *testing.T) {
+	nstest.Enter(t)
+	world := startPods(t, 3)
+	nstest.Exec(t, "ip", "addr", "add", "192.0.2.1/32", "dev", "lo")
+	goes := func() int { return world.goes(t, net.IPv4(192, 0, 2, 1)) }
+	for pod := range 2 {
+		p := plantest.Large(2000, 2) // large enough to take several transactions
+		p.Set(world.service(pod))
+		e, _ := testEngine(t, plan.IPv4)
+		synced(t, e, p, plan.Everything())
+		require.Equal(t, pod, goes())
+		for range 2 {
+			require.NoError(t, HandOver(p, plan.Families[:], Options{MasqueradeBit: 14}))
+			tables, err := nft.Tables(plan.IPv4)
+			require.NoError(t, err)
+			require.Equal(t, []string{names.KubeProxy}, tables)
+			require.Equal(t, pod, goes())
+		}
+		nstest.Exec(t, "sh", "-c", "nft -f - <<'END'"+firstTransaction+"END")
+		require.Equal(t, 2, goes())
+	}
+}
+
+// TestHandOverOfAll: the kernel takes whatever may be handed over.
+func TestHandOverOfAll(t *testing.T) {
+	nstest.Enter(t)
+	rapid.Check(t, func(rt *rapid.T) {
+		nstest.Inside(t)
+		require.NoError(rt, HandOver(drawCluster(rt).Plan, plan.Families[:], drawOptions(rt)))
+	})
+}
