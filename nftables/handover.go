@@ -3,7 +3,6 @@ package nftables
 import (
 	"errors"
 	"fmt"
-	"maps"
 	"slices"
 
 	"github.com/google/nftables/expr"
@@ -32,16 +31,25 @@ func HandOver(p *plan.Plan, families []plan.Family, o Options) error {
 	return errors.Join(errs...)
 }
 
-// handOver writes the table of a family. It may take several transactions, as no packet comes to the table before the last one.
+// handOver writes the table of a family. It takes several transactions, as no packet comes to the table before the last one.
 func handOver(p *plan.Plan, f plan.Family, o Options) error {
 	c, err := nft.Dial()
 	if err != nil {
 		return err
 	}
 	defer c.Close()
-	chains, elements, _ := layoutOf(p, f, o).desired(p, func(*plan.ServicePort) written { return written{} })
+	b := nft.NewBatch(f, names.KubeProxy)
+	b.AddTable()
+	b.DeleteTable() // What a hand-over before this one has left.
+	b.AddTable()
+	sets := o.sets(f)
+	for i := range sets {
+		sets[i].Name = names.HandedOver + sets[i].Name
+		b.AddSet(sets[i])
+	}
+	l := layoutOf(p, f, o)
 	var hooked, others []nft.Chain
-	for _, ch := range chains {
+	for _, ch := range l.chains() {
 		switch ch = handedOver(ch); {
 		case ch.Hook == nil:
 			others = append(others, ch)
@@ -49,39 +57,47 @@ func handOver(p *plan.Plan, f plan.Family, o Options) error {
 			hooked = append(hooked, ch)
 		}
 	}
-	b := nft.NewBatch(f, names.KubeProxy)
-	b.AddTable()
-	b.DeleteTable() // What a hand-over before this one has left.
-	b.AddTable()
-	all := o.sets(f)
-	for i := range all {
-		all[i].Name = names.HandedOver + all[i].Name
-		b.AddSet(all[i])
-	}
 	if err := b.AddChains(others); err != nil {
 		return err
 	}
-	for some := range slices.Chunk(slices.SortedFunc(maps.Keys(elements), compareIDs), mostInTransaction) {
-		if err := c.Commit(b); err != nil {
-			return err
+	waiting, added := 0, make([][]nft.Element, len(sets))
+	put := func(i id, v value) {
+		if v.chain != "" {
+			v.chain = names.HandedOver + v.chain
 		}
-		b = nft.NewBatch(f, names.KubeProxy)
-		added := make([][]nft.Element, len(all))
-		for _, i := range some {
-			el := i.element(elements[i])
-			if el.Chain != "" {
-				el.Chain = names.HandedOver + el.Chain
+		added[i.set] = append(added[i.set], i.element(v))
+		waiting++
+	}
+	commit := func() error {
+		for i, list := range added {
+			b.AddElements(sets[i], list)
+			added[i] = list[:0]
+		}
+		err := c.Commit(b)
+		b, waiting = nft.NewBatch(f, names.KubeProxy), 0
+		return err
+	}
+	used := map[kind]bool{}
+	for _, sp := range p.Sorted(f) {
+		for _, el := range l.elements(place(written{}, sp), used) {
+			put(el.id, el.value)
+		}
+		if waiting >= mostInTransaction {
+			if err := commit(); err != nil {
+				return err
 			}
-			added[i.set] = append(added[i.set], el)
 		}
-		for set, list := range added {
-			b.AddElements(all[set], list)
-		}
+	}
+	for _, ch := range l.kindChains(used) {
+		hooked = append(hooked, handedOver(ch))
+	}
+	for i, v := range fixed(used) {
+		put(i, v)
 	}
 	if err := b.AddChains(hooked); err != nil {
 		return err
 	}
-	return c.Commit(b)
+	return commit()
 }
 
 // handedOver returns a chain as it is in kube-proxy's table. One with a hook is in the place of a chain of kube-proxy's, and has no name

@@ -1,6 +1,7 @@
 package nftables
 
 import (
+	"fmt"
 	"net"
 	"testing"
 
@@ -69,4 +70,17 @@ func TestHandOverOfAll(t *testing.T) {
 		nstest.Inside(t)
 		require.NoError(rt, HandOver(drawCluster(rt).Plan, plan.Families[:], drawOptions(rt)))
 	})
+}
+
+// BenchmarkHandOver is how much later the program ends with a hand-over.
+func BenchmarkHandOver(b *testing.B) {
+	for _, size := range sizes {
+		p := plantest.Large(size.services, size.endpoints)
+		b.Run(fmt.Sprintf("%dx%d", size.services, size.endpoints), func(b *testing.B) {
+			nstest.Enter(b)
+			for b.Loop() {
+				require.NoError(b, HandOver(p, []plan.Family{plan.IPv4}, Options{MasqueradeBit: 14}))
+			}
+		})
+	}
 }
