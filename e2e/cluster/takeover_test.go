@@ -154,7 +154,7 @@ func takeOver(s *scenario, from harness.Mode, external netip.Addr) {
 
 	open.goOn("after the take-over")
 
-	virtual := s.mode == harness.IPVS && from == harness.NFTables // kube-proxy removes the servers that open connections need
+	virtual := s.mode == harness.IPVS && from == harness.NFTables // kube-proxy may remove the servers that open connections need
 	if virtual {
 		stopTalk()
 	}
