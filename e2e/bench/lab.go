@@ -10,6 +10,7 @@ import (
 	"time"
 
 	v1 "k8s.io/api/core/v1"
+	discovery "k8s.io/api/discovery/v1"
 	networking "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -26,18 +27,19 @@ type lab struct {
 	*harness.World
 	objects
 	controlPlane *cluster.ControlPlane
+	front        *cluster.Front // by which the proxies reach the API server, if it is to be disturbed
 	nodes        []*node
 	endpoints    int // of each Service
 }
 
 // newLab makes a lab for these proxies, without Services. close removes it.
-func newLab(ctx context.Context, endpoints int, proxies []proxy) *lab {
+func newLab(ctx context.Context, o *options, proxies []proxy) *lab {
 	pods := []int{0} // The first node is the control plane's.
 	for range proxies {
 		pods = append(pods, 2)
 	}
-	l := &lab{World: must(harness.Build(harness.Options{Pods: pods, Ports: []uint16{}})), endpoints: endpoints}
-	if err := attempt(func() { l.build(ctx, proxies) }); err != nil {
+	l := &lab{World: must(harness.Build(harness.Options{Pods: pods, Ports: []uint16{}})), endpoints: o.endpoints}
+	if err := attempt(func() { l.build(ctx, o, proxies) }); err != nil {
 		check(errors.Join(err, l.close()))
 	}
 	return l
@@ -51,7 +53,7 @@ func (l *lab) close() error {
 	return l.World.Close()
 }
 
-func (l *lab) build(ctx context.Context, proxies []proxy) {
+func (l *lab) build(ctx context.Context, o *options, proxies []proxy) {
 	l.controlPlane = must(cluster.Start(l.World, l.Nodes[0].Host))
 	// All EndpointSlices are written here. The controllers would find nothing to do, but look at each object.
 	l.controlPlane.ControllerManager.Kill()
@@ -60,6 +62,10 @@ func (l *lab) build(ctx context.Context, proxies []proxy) {
 	theirs, _, err := l.controlPlane.Account(ctx, kubeProxy, kubeProxyAccount)
 	check(err)
 	kubeconfigs := map[string]string{nodeProxy: own, kubeProxy: theirs}
+	if o.disturbs(relisting) {
+		l.front = must(l.controlPlane.Front(l.World))
+		check(errors.Join(l.front.Redirect(l.controlPlane, own), l.front.Redirect(l.controlPlane, theirs)))
+	}
 	api := l.controlPlane.Admin.CoreV1()
 	must(api.Namespaces().Create(ctx, &v1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: namespace}}, metav1.CreateOptions{}))
 	for i, p := range proxies {
@@ -107,7 +113,7 @@ func (l *lab) fill(ctx context.Context, n int) {
 		}
 		put("ipaddresses/"+s.addr.String(), allocated, &allocated.ObjectMeta)
 		for _, slice := range s.slices() {
-			put("endpointslices/"+namespace+"/"+slice.Name, slice, &slice.ObjectMeta)
+			put(etcdKey(slice), slice, &slice.ObjectMeta)
 		}
 	}
 	check(l.controlPlane.Put(ctx, objects))
@@ -156,6 +162,29 @@ func (l *lab) prepareChange() (s *service, patch func(context.Context) error, er
 		}
 		return nil
 	}, err
+}
+
+// prepareTogether replaces all endpoints of the next Services by new ones; Put writes the objects that it returns.
+func (l *lab) prepareTogether(ctx context.Context, count int) (changed []*service, objects map[string]runtime.Object) {
+	objects = map[string]runtime.Object{}
+	for range count {
+		s := l.services[l.next()]
+		for i := range s.endpoints {
+			s.endpoints[i] = l.fresh()
+		}
+		for _, slice := range s.slices() {
+			written := must(l.controlPlane.Admin.DiscoveryV1().EndpointSlices(namespace).Get(ctx, slice.Name, metav1.GetOptions{}))
+			written.TypeMeta, written.Endpoints, written.ResourceVersion = slice.TypeMeta, slice.Endpoints, ""
+			objects[etcdKey(slice)] = written
+		}
+		changed = append(changed, s)
+	}
+	return changed, objects
+}
+
+// etcdKey is that of an EndpointSlice.
+func etcdKey(slice *discovery.EndpointSlice) string {
+	return "endpointslices/" + namespace + "/" + slice.Name
 }
 
 // manifestLab is a stage in a small network of its own, with Services in manifests.
