@@ -12,6 +12,7 @@ import (
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
 	networking "k8s.io/api/networking/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
@@ -104,7 +105,7 @@ func (l *lab) fill(ctx context.Context, n int) {
 		service := s.object()
 		service.Spec.ClusterIPs, service.Spec.Type = []string{s.addr.String()}, v1.ServiceTypeClusterIP
 		service.Spec.IPFamilies, service.Spec.IPFamilyPolicy = []v1.IPFamily{v1.IPv4Protocol}, ptr.To(v1.IPFamilyPolicySingleStack)
-		put("services/specs/"+namespace+"/"+s.name, service, &service.ObjectMeta)
+		put(serviceKey(s), service, &service.ObjectMeta)
 		allocated := &networking.IPAddress{
 			TypeMeta: metav1.TypeMeta{APIVersion: "networking.k8s.io/v1", Kind: "IPAddress"},
 			ObjectMeta: metav1.ObjectMeta{Name: s.addr.String(), Labels: map[string]string{
@@ -113,18 +114,29 @@ func (l *lab) fill(ctx context.Context, n int) {
 		}
 		put("ipaddresses/"+s.addr.String(), allocated, &allocated.ObjectMeta)
 		for _, slice := range s.slices() {
-			put(etcdKey(slice), slice, &slice.ObjectMeta)
+			put(sliceKey(slice), slice, &slice.ObjectMeta)
 		}
 	}
-	check(l.controlPlane.Put(ctx, objects))
-	cached := metav1.ListOptions{ResourceVersion: "0"}
-	perService := (l.endpoints + perSlice - 1) / perSlice
-	for begun := time.Now(); time.Since(begun) < harness.Limit; time.Sleep(time.Second) {
-		services := must(l.controlPlane.Admin.CoreV1().Services(namespace).List(ctx, cached))
-		endpoints := must(l.controlPlane.Admin.DiscoveryV1().EndpointSlices(namespace).List(ctx, cached))
-		if len(services.Items) >= n && len(endpoints.Items) >= n*perService {
+	// The API server learns of all in the order of writing. So when it knows these, which are written last, it knows the others too.
+	service := l.services[n-1]
+	last := map[string]runtime.Object{}
+	for _, key := range []string{serviceKey(service), sliceKey(service.slices()[0])} {
+		last[key] = objects[key]
+		delete(objects, key)
+	}
+	check(errors.Join(l.controlPlane.Put(ctx, objects), l.controlPlane.Put(ctx, last)))
+	cached := metav1.GetOptions{ResourceVersion: "0"}
+	for begun := time.Now(); time.Since(begun) < harness.Limit; time.Sleep(100 * time.Millisecond) {
+		_, noService := l.controlPlane.Admin.CoreV1().Services(namespace).Get(ctx, service.name, cached)
+		_, noEndpoints := l.controlPlane.Admin.DiscoveryV1().EndpointSlices(namespace).Get(ctx, service.slices()[0].Name, cached)
+		if noService == nil && noEndpoints == nil {
 			check(l.controlPlane.Compact(ctx))
 			return
+		}
+		for _, err := range []error{noService, noEndpoints} {
+			if !apierrors.IsNotFound(err) {
+				check(err)
+			}
 		}
 	}
 	check(fmt.Errorf("the API server does not know of all objects within %s", harness.Limit))
@@ -175,15 +187,17 @@ func (l *lab) prepareTogether(ctx context.Context, count int) (changed []*servic
 		for _, slice := range s.slices() {
 			written := must(l.controlPlane.Admin.DiscoveryV1().EndpointSlices(namespace).Get(ctx, slice.Name, metav1.GetOptions{}))
 			written.TypeMeta, written.Endpoints, written.ResourceVersion = slice.TypeMeta, slice.Endpoints, ""
-			objects[etcdKey(slice)] = written
+			objects[sliceKey(slice)] = written
 		}
 		changed = append(changed, s)
 	}
 	return changed, objects
 }
 
-// etcdKey is that of an EndpointSlice.
-func etcdKey(slice *discovery.EndpointSlice) string {
+// serviceKey is the key of a Service in etcd, and sliceKey that of an EndpointSlice.
+func serviceKey(s *service) string { return "services/specs/" + namespace + "/" + s.name }
+
+func sliceKey(slice *discovery.EndpointSlice) string {
 	return "endpointslices/" + namespace + "/" + slice.Name
 }
 

@@ -75,7 +75,7 @@ func worstRows(o *options) []row {
 		}
 	}
 	return append(rows,
-		row{what: fmt.Sprintf("CPU at rest for %s, share of one processor", o.idle), key: "idle", show: percent, most: 0.002},
+		row{what: "CPU at rest, share of one processor", key: "idle", show: percent, most: 0.002},
 		row{what: "  wake-ups of its threads", key: "wake-ups", show: rate},
 		row{what: "  comparisons meanwhile", key: "compared", show: count, alone: true},
 		row{what: "resident memory, at its highest until the cold start is over", key: "cold peak", show: mebibytes},
