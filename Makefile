@@ -14,7 +14,7 @@ export GIT_CONFIG_VALUE_0 := $(CURDIR)
 export PATH := $(PATH):/usr/local/sbin:/usr/sbin:/sbin
 
 .DELETE_ON_ERROR:
-.PHONY: all build deps demo-deps docs man controlplane kubelet kernel guest deploytools neighbours unit integration race e2e test test-all test-hostile test-fresh lint bench bench-api bench-ask bench-iptables bench-ipvs bench-nftables demo image release release-test versions \
+.PHONY: all build deps demo-deps docs man controlplane kubelet kernel guest deploytools neighbours unit integration race e2e test test-all test-hostile test-fresh lint bench bench-api bench-ask bench-disturbed bench-iptables bench-ipvs bench-nftables demo image release release-test versions \
 	fuzz soak clean tier-1 tier-2
 
 all: build
@@ -224,11 +224,19 @@ bench-ask: deps build
 	go run ./e2e/bench ask -binary $(CURDIR)/$(BINARY) $(BENCH_ASK)
 
 # nodeproxy beside kube-proxy, through a real API server with 10,000 services: a quarter of an hour. BENCH_API holds flags, such as
-# -mode=nftables.
+# -mode=nftables or -backend=legacy.
 bench-api: deps build controlplane
 	go run ./e2e/bench api -binary $(CURDIR)/$(BINARY) $(BENCH_API)
 
-# nodeproxy beside kube-proxy, both in mode ipvs, on a kernel with IPVS: 17 minutes. BENCH_IPVS holds flags.
+# nodeproxy alone while other programs get in its way, in the modes of this kernel: 35 minutes. BENCH_API holds flags. For mode ipvs:
+# make bench-ipvs BENCH_IPVS='-only=nodeproxy -parts=proxies -disturb=all'.
+bench-disturbed: deps build controlplane
+	go build -o bin/bench ./e2e/bench
+	missed=0; for mode in "iptables -backend=nft" "iptables -backend=legacy" nftables; do \
+		bin/bench api -binary $(CURDIR)/$(BINARY) -only=nodeproxy -disturb=all -mode=$$mode $(BENCH_API) || missed=1; \
+	done; exit $$missed
+
+# nodeproxy beside kube-proxy, both in mode ipvs, on a kernel with IPVS: half an hour. BENCH_IPVS holds flags.
 bench-ipvs: deps build controlplane kernel
 	go run ./e2e/bench ipvs -binary $(CURDIR)/$(BINARY) $(BENCH_IPVS)
 

@@ -30,14 +30,18 @@ func TestMain(m *testing.M) {
 
 // TestSmallRun runs each scenario with a few Services. At that size goals are missed; what counts is that everything could be measured.
 func TestSmallRun(t *testing.T) {
+	const (
+		few  = " -changes=2 -kube-proxy-changes=2 -settle=0s"
+		atIt = few + " -services=100 -additions=2 -turns=2 -together=5 -rate-duration=2s -idle=1s"
+	)
 	for _, args := range []string{
 		"iptables -services=50 -endpoints=10 -wide=2 -changes=2 -rounds=1",
 		"ask -services=200 -rounds=1 -changes=1 -blocks=1",
-		"api -backend=nft -services=100 -changes=2 -additions=2 -turns=2 -settle=0s -rate-duration=2s",
-		"api -backend=legacy -services=100 -changes=2 -additions=2 -turns=2 -settle=0s -rate-duration=2s",
-		"api -mode=nftables -services=100 -changes=2 -additions=2 -turns=2 -settle=0s -rate-duration=2s",
-		"nftables -services=100 -changes=2 -kube-proxy-changes=2 -rounds=1 -settle=0s",
-		"ipvs -services=20 -changes=2 -kube-proxy-changes=1 -turns=1 -idle=1s -vips=100",
+		"api -backend=nft" + atIt,
+		"api -backend=legacy -only=nodeproxy -disturb=all" + atIt,
+		"api -mode=nftables -disturb=tables,relist" + atIt,
+		"nftables -services=100 -rounds=1" + few,
+		"ipvs -services=20 -changes=2 -kube-proxy-changes=1 -turns=1 -together=5 -rate=10 -rate-duration=2s -idle=1s -vips=100",
 	} {
 		t.Run(args, func(t *testing.T) {
 			t.Parallel()
@@ -52,8 +56,8 @@ func TestFlagsAreChecked(t *testing.T) {
 	for _, args := range []string{
 		"", "bench", "iptables more", "iptables -services=0", "iptables -only=kube-proxy", "iptables -backend=nft2", "iptables -mode=ipvs",
 		"ask -services=99", "ask -services=15838", "ask -rounds=0", "ask -changes=0", "ask -blocks=0", "ask -mode=userspace",
-		"api -services=100", "api -services=15838", "api -turns=0", "api -turns=61", "api -additions=3", "api -backend=nft2", "api -mode=ipvs",
-		"api -only=kubeproxy", "api -settle=-1s", "api -rate=0", "api -rate-duration=1ms", "api -services=10000,20000",
+		"api -services=100", "api -services=15838", "api -turns=0", "api -turns=21", "api -additions=3", "api -backend=nft2", "api -mode=ipvs",
+		"api -only=kubeproxy", "api -disturb=everything", "api -together=101", "api -settle=-1s", "api -rate=0", "api -rate-duration=1ms", "api -services=10000,20000",
 		"ipvs -services=x", "ipvs -services=500,500", "ipvs -turns=9", "ipvs -parts=all", "ipvs -idle=1ms", "ipvs -vips=100000",
 		"nftables -endpoints=0", "nftables -kube-proxy-changes=0", "nftables -limit=1ms", "nftables -only=services",
 	} {
@@ -116,16 +120,19 @@ func TestRowsAreJudgedByTheirGoals(t *testing.T) {
 func TestEveryRowHasAFigure(t *testing.T) {
 	t.Parallel()
 	n := &node{figures: figures{}, series: map[string][]time.Duration{}, cpu: map[string]time.Duration{}}
-	for _, name := range []string{"changed", "patched", "added", "paced", "synced"} {
+	for _, name := range []string{"changed", "patched", "added", "together", "paced", "synced"} {
 		n.series[name], n.cpu[name] = []time.Duration{time.Second}, time.Second
+	}
+	for _, d := range disturbances {
+		n.series[d.series()] = []time.Duration{time.Second}
 	}
 	n.summarize()
 	for _, key := range []string{
-		"cold", "cold cpu", "cold synced", "written", "idle", "resident", "peak", "first", "last", "rate", "first times", "last times", "rate times",
+		"cold", "cold cpu", "cold peak", "cold synced", "written", "idle", "wake-ups", "compared", "resident", "peak", "grown", "first", "last", "rate", "first times", "last times", "rate times",
 	} {
 		n.figures[key] = 1
 	}
-	o := &options{services: []int{10000}, endpoints: 2}
+	o := &options{services: []int{10000}, endpoints: 2, disturb: []string{"all"}}
 	for _, r := range slices.Concat(apiRows(o, true), ipvsRows(o, true), nftablesRows(o, true)) {
 		if _, ok := n.figures[r.key]; !ok {
 			t.Errorf("row %q: there is no figure %q", r.what, r.key)
@@ -140,7 +147,7 @@ func TestGrowthIsJudged(t *testing.T) {
 		var out strings.Builder
 		table := newTable(&out)
 		o := &options{services: []int{500, 5000}, endpoints: 2, mode: "ipvs", limit: time.Minute}
-		ipvsComparison.print(table, o, [][]figures{{of(0.1), of(1)}, {of(change), of(9)}})
+		comparison{rows: func(*options, bool) []row { return nil }}.print(table, o, [][]figures{{of(0.1), of(1)}, {of(change), of(9)}})
 		if table.missed != want {
 			t.Errorf("%v: %d goals missed, want %d:\n%s", change, table.missed, want, out.String())
 		}
@@ -300,7 +307,7 @@ func TestProbeAll(t *testing.T) {
 	})
 	var took []time.Duration
 	err = client.Do(func() (err error) {
-		took, err = probeAll(made, nil, harness.Limit)
+		took, err = probeAll(prober, made, nil, harness.Limit)
 		return err
 	})
 	require.NoError(t, errors.Join(err, <-taken))
@@ -314,7 +321,7 @@ func TestProbeAllEndsWithAFailedRequest(t *testing.T) {
 	want := errors.New("conflict")
 	failed := make(chan error, 1)
 	failed <- want
-	if _, err := probeAll(make(chan *outstanding), failed, harness.Limit); !errors.Is(err, want) {
+	if _, err := probeAll(prober, make(chan *outstanding), failed, harness.Limit); !errors.Is(err, want) {
 		t.Errorf("error %v, want %v", err, want)
 	}
 }

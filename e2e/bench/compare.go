@@ -67,12 +67,12 @@ func (c comparison) run(ctx context.Context, o *options) (missed int) {
 	fmt.Printf("# nodeproxy %s, %s %s, mode %s, kernel %s\n# before the run: %s\n%s", np.version, other.name, other.version, o.modeName(),
 		machine.Kernel(), machine.State(), c.note)
 	// For each number of Services there are nodes, so that every cold start is on a node as good as new.
-	l := newLab(ctx, o.endpoints, slices.Repeat(proxies, len(o.services)))
+	l := newLab(ctx, o, slices.Repeat(proxies, len(o.services)))
 	defer func() { check(errors.Join(caught(recover()), l.close())) }()
 	if len(o.backends) > 0 {
 		tools := filepath.Join(l.Dir, "tools")
 		check(errors.Join(os.Mkdir(tools, 0o755), harness.Variant(o.backends[0]).Link(tools)))
-		l.nodes[1].process.Env = []string{"PATH=" + tools + ":" + os.Getenv("PATH")}
+		l.nodes[1].process.Env = append(l.nodes[1].process.Env, "PATH="+tools+":"+os.Getenv("PATH"))
 	}
 	b := &bench{c, o, l}
 	var results [][]figures
@@ -168,6 +168,9 @@ func (b *bench) coldStart(n *node) {
 		b.complete(b, n, begun)
 		n.rest()
 		cpu = n.used()
+		_, peak, err := machine.Memory(n.process.PID)
+		check(err)
+		n.figures["cold peak"] = float64(peak)
 	})
 	if err != nil {
 		delete(n.figures, "cold")
@@ -300,18 +303,18 @@ func (b *bench) change(ctx context.Context, n *node) (took, patched time.Duratio
 // share is how many of a total are a turn's.
 func (b *bench) share(total, turn int) int { return total*(turn+1)/b.turns - total*turn/b.turns }
 
-// changesOf is how many changes are the node's in a turn.
-func (b *bench) changesOf(n *node, turn int) int {
+// changesOf is how many of a total of changes are the node's in a turn.
+func (b *bench) changesOf(n *node, total, turn int) int {
 	if n.name == kubeProxy && b.theirChanges > 0 {
-		return b.share(b.theirChanges, turn)
+		total = min(total, b.theirChanges)
 	}
-	return b.share(b.options.changes, turn)
+	return b.share(total, turn)
 }
 
 // changes is the step of changes made one at a time.
 func changes(ctx context.Context, b *bench, n *node, turn int) {
 	n.counted("changed", func() {
-		for range b.changesOf(n, turn) {
+		for range b.changesOf(n, b.options.changes, turn) {
 			took, patched := b.change(ctx, n)
 			n.series["changed"], n.series["patched"] = append(n.series["changed"], took), append(n.series["patched"], patched)
 			time.Sleep(b.settle)
@@ -323,7 +326,7 @@ func changes(ctx context.Context, b *bench, n *node, turn int) {
 // answers a connection.
 func additions(ctx context.Context, b *bench, n *node, turn int) {
 	n.counted("added", func() {
-		for range b.share(b.options.additions, turn) {
+		for range b.changesOf(n, b.options.additions, turn) {
 			s := b.invent(b.lab.endpoints)
 			named, sent, begun := make(chan struct{}), make(chan error, 1), time.Now()
 			go func() { sent <- b.create(ctx, s, func() { close(named) }) }()
@@ -342,7 +345,7 @@ func additions(ctx context.Context, b *bench, n *node, turn int) {
 
 // syncs is the step of changes after each of which the proxy is asked how long its sync took. That costs the proxy time itself.
 func syncs(ctx context.Context, b *bench, n *node, turn int) {
-	asked := b.changesOf(n, turn)
+	asked := b.changesOf(n, b.options.changes, turn)
 	if n.name == kubeProxy {
 		asked = 1
 	}
@@ -356,11 +359,54 @@ func syncs(ctx context.Context, b *bench, n *node, turn int) {
 	}
 }
 
-// idle is the step in which nothing changes.
+// together is the step in which all endpoints of many Services change at once, in one write: as where a node with many pods fails. It takes
+// from before that write until the last of the Services has answered; the others have been asked before, so the time that this takes is in it.
+func together(ctx context.Context, b *bench, n *node, _ int) {
+	times := 3
+	if n.name == kubeProxy {
+		times = 1
+	}
+	for range times {
+		services, objects := b.prepareTogether(ctx, b.options.together)
+		var took time.Duration
+		begun := time.Now()
+		check(b.controlPlane.Put(ctx, objects))
+		n.inClient(func() {
+			for _, s := range services {
+				took = must(b.prober.Await(begun, s.frontend(), s.has, 1, b.limit))
+			}
+		})
+		n.series["together"] = append(n.series["together"], took)
+		n.rest()
+	}
+}
+
+// mostIdle is how often, at most, the step idle waits for a comparison.
+const mostIdle = 3
+
+// idle is the step in which nothing changes. A nodeproxy compares everything now and then, less often the longer that takes: if it has not
+// done so meanwhile, the step is repeated.
 func idle(_ context.Context, b *bench, n *node, _ int) {
-	before := n.used()
-	time.Sleep(b.options.idle)
-	n.figures["idle"] = (n.used() - before).Seconds() / b.options.idle.Seconds()
+	var used time.Duration
+	var woken, compared float64
+	tells, lasted := true, time.Duration(0)
+	for range mostIdle {
+		before, _ := n.comparisons()
+		n.rest()
+		usedBefore, wokenBefore := n.used(), must(machine.Wakeups(n.process.PID))
+		time.Sleep(b.options.idle)
+		used += n.used() - usedBefore
+		woken += float64(must(machine.Wakeups(n.process.PID)) - wokenBefore)
+		lasted += b.options.idle
+		if compared, tells = n.comparisons(); tells {
+			compared -= before
+			n.figures["compared"] += compared
+		}
+		if !tells || compared > 0 {
+			break
+		}
+	}
+	n.figures["idle"], n.figures["wake-ups"] = used.Seconds()/lasted.Seconds(), woken/lasted.Seconds()
 }
 
 // memory is the step that looks at that of the proxy itself.
@@ -368,6 +414,7 @@ func memory(_ context.Context, _ *bench, n *node, _ int) {
 	now, peak, err := machine.Memory(n.process.PID)
 	check(err)
 	n.figures["resident"], n.figures["peak"] = float64(now), float64(peak)
+	n.figures["grown"] = n.figures["resident"] / n.figures["cold peak"]
 }
 
 // connect compares connections to the Services with the lowest and the highest address, or to a pod where there is no proxy. Proxies are

@@ -10,7 +10,9 @@ import (
 	"time"
 
 	v1 "k8s.io/api/core/v1"
+	discovery "k8s.io/api/discovery/v1"
 	networking "k8s.io/api/networking/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
@@ -26,18 +28,19 @@ type lab struct {
 	*harness.World
 	objects
 	controlPlane *cluster.ControlPlane
+	front        *cluster.Front // by which the proxies reach the API server, if it is to be disturbed
 	nodes        []*node
 	endpoints    int // of each Service
 }
 
 // newLab makes a lab for these proxies, without Services. close removes it.
-func newLab(ctx context.Context, endpoints int, proxies []proxy) *lab {
+func newLab(ctx context.Context, o *options, proxies []proxy) *lab {
 	pods := []int{0} // The first node is the control plane's.
 	for range proxies {
 		pods = append(pods, 2)
 	}
-	l := &lab{World: must(harness.Build(harness.Options{Pods: pods, Ports: []uint16{}})), endpoints: endpoints}
-	if err := attempt(func() { l.build(ctx, proxies) }); err != nil {
+	l := &lab{World: must(harness.Build(harness.Options{Pods: pods, Ports: []uint16{}})), endpoints: o.endpoints}
+	if err := attempt(func() { l.build(ctx, o, proxies) }); err != nil {
 		check(errors.Join(err, l.close()))
 	}
 	return l
@@ -51,7 +54,7 @@ func (l *lab) close() error {
 	return l.World.Close()
 }
 
-func (l *lab) build(ctx context.Context, proxies []proxy) {
+func (l *lab) build(ctx context.Context, o *options, proxies []proxy) {
 	l.controlPlane = must(cluster.Start(l.World, l.Nodes[0].Host))
 	// All EndpointSlices are written here. The controllers would find nothing to do, but look at each object.
 	l.controlPlane.ControllerManager.Kill()
@@ -60,6 +63,10 @@ func (l *lab) build(ctx context.Context, proxies []proxy) {
 	theirs, _, err := l.controlPlane.Account(ctx, kubeProxy, kubeProxyAccount)
 	check(err)
 	kubeconfigs := map[string]string{nodeProxy: own, kubeProxy: theirs}
+	if o.disturbs(relisting) {
+		l.front = must(l.controlPlane.Front(l.World))
+		check(errors.Join(l.front.Redirect(l.controlPlane, own), l.front.Redirect(l.controlPlane, theirs)))
+	}
 	api := l.controlPlane.Admin.CoreV1()
 	must(api.Namespaces().Create(ctx, &v1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: namespace}}, metav1.CreateOptions{}))
 	for i, p := range proxies {
@@ -98,7 +105,7 @@ func (l *lab) fill(ctx context.Context, n int) {
 		service := s.object()
 		service.Spec.ClusterIPs, service.Spec.Type = []string{s.addr.String()}, v1.ServiceTypeClusterIP
 		service.Spec.IPFamilies, service.Spec.IPFamilyPolicy = []v1.IPFamily{v1.IPv4Protocol}, ptr.To(v1.IPFamilyPolicySingleStack)
-		put("services/specs/"+namespace+"/"+s.name, service, &service.ObjectMeta)
+		put(serviceKey(s), service, &service.ObjectMeta)
 		allocated := &networking.IPAddress{
 			TypeMeta: metav1.TypeMeta{APIVersion: "networking.k8s.io/v1", Kind: "IPAddress"},
 			ObjectMeta: metav1.ObjectMeta{Name: s.addr.String(), Labels: map[string]string{
@@ -107,18 +114,29 @@ func (l *lab) fill(ctx context.Context, n int) {
 		}
 		put("ipaddresses/"+s.addr.String(), allocated, &allocated.ObjectMeta)
 		for _, slice := range s.slices() {
-			put("endpointslices/"+namespace+"/"+slice.Name, slice, &slice.ObjectMeta)
+			put(sliceKey(slice), slice, &slice.ObjectMeta)
 		}
 	}
-	check(l.controlPlane.Put(ctx, objects))
-	cached := metav1.ListOptions{ResourceVersion: "0"}
-	perService := (l.endpoints + perSlice - 1) / perSlice
-	for begun := time.Now(); time.Since(begun) < harness.Limit; time.Sleep(time.Second) {
-		services := must(l.controlPlane.Admin.CoreV1().Services(namespace).List(ctx, cached))
-		endpoints := must(l.controlPlane.Admin.DiscoveryV1().EndpointSlices(namespace).List(ctx, cached))
-		if len(services.Items) >= n && len(endpoints.Items) >= n*perService {
+	// The API server learns of all in the order of writing. So when it knows these, which are written last, it knows the others too.
+	service := l.services[n-1]
+	last := map[string]runtime.Object{}
+	for _, key := range []string{serviceKey(service), sliceKey(service.slices()[0])} {
+		last[key] = objects[key]
+		delete(objects, key)
+	}
+	check(errors.Join(l.controlPlane.Put(ctx, objects), l.controlPlane.Put(ctx, last)))
+	cached := metav1.GetOptions{ResourceVersion: "0"}
+	for begun := time.Now(); time.Since(begun) < harness.Limit; time.Sleep(100 * time.Millisecond) {
+		_, noService := l.controlPlane.Admin.CoreV1().Services(namespace).Get(ctx, service.name, cached)
+		_, noEndpoints := l.controlPlane.Admin.DiscoveryV1().EndpointSlices(namespace).Get(ctx, service.slices()[0].Name, cached)
+		if noService == nil && noEndpoints == nil {
 			check(l.controlPlane.Compact(ctx))
 			return
+		}
+		for _, err := range []error{noService, noEndpoints} {
+			if !apierrors.IsNotFound(err) {
+				check(err)
+			}
 		}
 	}
 	check(fmt.Errorf("the API server does not know of all objects within %s", harness.Limit))
@@ -156,6 +174,31 @@ func (l *lab) prepareChange() (s *service, patch func(context.Context) error, er
 		}
 		return nil
 	}, err
+}
+
+// prepareTogether replaces all endpoints of the next Services by new ones; Put writes the objects that it returns.
+func (l *lab) prepareTogether(ctx context.Context, count int) (changed []*service, objects map[string]runtime.Object) {
+	objects = map[string]runtime.Object{}
+	for range count {
+		s := l.services[l.next()]
+		for i := range s.endpoints {
+			s.endpoints[i] = l.fresh()
+		}
+		for _, slice := range s.slices() {
+			written := must(l.controlPlane.Admin.DiscoveryV1().EndpointSlices(namespace).Get(ctx, slice.Name, metav1.GetOptions{}))
+			written.TypeMeta, written.Endpoints, written.ResourceVersion = slice.TypeMeta, slice.Endpoints, ""
+			objects[sliceKey(slice)] = written
+		}
+		changed = append(changed, s)
+	}
+	return changed, objects
+}
+
+// serviceKey is the key of a Service in etcd, and sliceKey that of an EndpointSlice.
+func serviceKey(s *service) string { return "services/specs/" + namespace + "/" + s.name }
+
+func sliceKey(slice *discovery.EndpointSlice) string {
+	return "endpointslices/" + namespace + "/" + slice.Name
 }
 
 // manifestLab is a stage in a small network of its own, with Services in manifests.

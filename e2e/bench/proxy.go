@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -56,11 +57,16 @@ type node struct {
 	*stage
 	proxy
 	process *cluster.Process
+	// socket is where a nodeproxy answers. lock is the file of the xtables lock, which otherwise is one for all of the machine.
+	socket, lock string
 
 	figures
 	series map[string][]time.Duration // times of which a figure is a percentile
 	cpu    map[string]time.Duration   // processor time for all of a series together
 }
+
+// lockVariable names the file of the xtables lock for all programs of iptables.
+const lockVariable = "XTABLES_LOCKFILE="
 
 // newNode makes a node whose proxy does not run yet. The flags are in kube-proxy's words. The settings of connection tracking belong to the
 // machine as a whole, so both proxies are told to leave them alone; all else is as by default.
@@ -69,8 +75,15 @@ func newNode(s *stage, p proxy, kubeconfig, log string) *node {
 		"--kubeconfig=" + kubeconfig, "--hostname-override=" + s.Name, "--cluster-cidr=" + podRange,
 		"--conntrack-max-per-core=0", "--conntrack-tcp-timeout-established=0", "--conntrack-tcp-timeout-close-wait=0",
 	}, p.flags...)
-	return &node{stage: s, proxy: p, process: &cluster.Process{Name: p.name, Path: p.path, Args: args, Netns: s.Netns, LogFile: log},
-		figures: figures{}, series: map[string][]time.Duration{}, cpu: map[string]time.Duration{}}
+	n := &node{stage: s, proxy: p, socket: log + ".sock", lock: log + ".lock", figures: figures{}, series: map[string][]time.Duration{},
+		cpu: map[string]time.Duration{}}
+	if p.program == nodeProxy {
+		args = append(args, "--socket="+n.socket)
+	}
+	n.process = &cluster.Process{
+		Name: p.name, Path: p.path, Args: args, Env: []string{lockVariable + n.lock}, Netns: s.Netns, LogFile: log,
+	}
+	return n
 }
 
 // runs reports whether the proxy runs.
@@ -129,7 +142,8 @@ func (n *node) counted(series string, fn func()) {
 func (n *node) summarize() {
 	for name, values := range n.series {
 		n.figures[name+" p50"], n.figures[name+" p99"] = percentile(values, 0.5).Seconds(), percentile(values, 0.99).Seconds()
-		n.figures[name+" count"] = float64(len(values))
+		n.figures[name+" max"], n.figures[name+" count"] = slices.Max(values).Seconds(), float64(len(values))
+		n.figures[name+" spread"] = n.figures[name+" max"] / n.figures[name+" p99"]
 		if cpu, ok := n.cpu[name]; ok {
 			n.figures[name+" cpu"] = cpu.Seconds() / float64(len(values))
 		}
@@ -147,4 +161,11 @@ func (n *node) syncTime() (all float64, written figures) {
 		written = figures{"written": s.Sum(stages, "stage=backend")}
 	}
 	return s.Sum(syncs, "ip_family=IPv4"), written
+}
+
+// comparisons is how often a nodeproxy has compared everything with the kernel; kube-proxy does not say that.
+func (n *node) comparisons() (count float64, tells bool) {
+	s := must(n.Metrics())
+	const compared = "nodeproxy_drift_check_duration_seconds"
+	return s.Sum(compared), s.Has(compared)
 }

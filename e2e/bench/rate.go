@@ -18,46 +18,52 @@ type outstanding struct {
 	due      time.Time // of the next probe
 }
 
-// steady is the step of changes as bench.change makes them, but b.rate times a second, whether the change before has taken effect or not.
+// steady is the step of changes at a pace, and nothing else.
 func steady(ctx context.Context, b *bench, n *node, _ int) {
-	n.counted("paced", func() {
-		count := int(b.rateDuration.Seconds() * float64(b.options.rate))
-		made := make(chan *outstanding, count) // sending never waits for the probes
-		failed := make(chan error, count)
-		go func() {
-			defer close(made)
-			tick := time.NewTicker(time.Second / time.Duration(b.options.rate))
-			defer tick.Stop()
-			for range count {
-				<-tick.C
-				s, patch, err := b.prepareChange()
-				if err != nil {
-					failed <- err
-					return
-				}
-				now := time.Now()
-				made <- &outstanding{service: s, endpoint: s.endpoints[0], begun: now, due: now.Add(soonest)}
-				go func() {
-					if err := patch(ctx); err != nil {
-						failed <- err
-					}
-				}()
-			}
-		}()
-		n.inClient(func() { n.series["paced"] = must(probeAll(made, failed, b.limit)) })
-		if got := len(n.series["paced"]); got != count {
-			check(fmt.Errorf("%d of %d changes were made", got, count))
-		}
-	})
+	n.counted("paced", func() { b.paced(ctx, n, "paced") })
 }
 
-// soonest is the time from a change to its first probe, and the least time between two probes of one change.
+// paced makes changes as bench.change does, but b.rate times a second, whether the change before has taken effect or not.
+func (b *bench) paced(ctx context.Context, n *node, series string) {
+	count := int(b.rateDuration.Seconds() * float64(b.options.rate))
+	made := make(chan *outstanding, count) // sending never waits for the probes
+	failed := make(chan error, count)
+	go func() {
+		defer close(made)
+		tick := time.NewTicker(time.Second / time.Duration(b.options.rate))
+		defer tick.Stop()
+		for range count {
+			<-tick.C
+			s, patch, err := b.prepareChange()
+			if err != nil {
+				failed <- err
+				return
+			}
+			now := time.Now()
+			made <- &outstanding{service: s, endpoint: s.endpoints[0], begun: now, due: now.Add(soonest)}
+			go func() {
+				if err := patch(ctx); err != nil {
+					failed <- err
+				}
+			}()
+		}
+	}()
+	n.inClient(func() { n.series[series] = must(probeAll(b.prober, made, failed, b.limit)) })
+	if got := len(n.series[series]); got != count {
+		check(fmt.Errorf("%d of %d changes were made", got, count))
+	}
+}
+
+// soonest is the time from a change to its first probe, and, where the prober does not want more, the least time between two probes of one
+// change.
 const soonest = time.Millisecond
 
 // probeAll probes for the effects of changes, by one thread, until the channel is closed and all have been seen. Each change is probed
 // again after a tenth of the time that it has been waiting; but as proxies program what has gathered in one go, all are probed at once when
 // one is seen. So what it finds is exact to some percent, by a few hundred probes a second.
-func probeAll(made <-chan *outstanding, failed <-chan error, limit time.Duration) (took []time.Duration, err error) {
+func probeAll(
+	prober probe.Prober, made <-chan *outstanding, failed <-chan error, limit time.Duration,
+) (took []time.Duration, err error) {
 	var waiting []*outstanding
 	for open := true; open || len(waiting) > 0; {
 		select {
@@ -100,7 +106,7 @@ func probeAll(made <-chan *outstanding, failed <-chan error, limit time.Duration
 		case age > limit:
 			return nil, fmt.Errorf("service %s: %w (%s)", c.service.name, probe.ErrLate, limit)
 		default:
-			c.due = now.Add(max(soonest, age/10))
+			c.due = now.Add(max(soonest, prober.Pause(0), age/10))
 		}
 	}
 	return took, nil

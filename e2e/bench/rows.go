@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 )
 
@@ -41,41 +42,79 @@ const apiNote = `# Both proxies run with the same flags and otherwise with their
 # waited already; not so when they come faster, or when a Service and its EndpointSlice come as two.
 `
 
+// worstGoals are for the worst moments in each mode, at 10,000 Services of 2 endpoints: for p99 of changes at a pace, and for the last of
+// 100 Services that change at once.
+var worstGoals = map[string]struct{ p99, together float64 }{
+	"iptables (nft)": {0.1, 0.25}, "iptables (legacy)": {0.25, 0.25}, "nftables": {0.015, 0.03}, "ipvs": {0.04, 0.25},
+}
+
+// peakGoals are for resident memory at its highest, by the numbers of Services and of endpoints of each.
+var peakGoals = map[[2]int]float64{{10000, 2}: 64 << 20, {45000, 1}: 220 << 20}
+
+// worstRows are of what is judged by its worst moment, and of what it costs.
+func worstRows(o *options) []row {
+	goal := worstGoals[o.modeName()]
+	changed := fmt.Sprintf("%d Services changed at once, until the last is in force, ", o.together)
+	rows := []row{
+		{what: changed + "p50", key: "together p50", show: seconds},
+		{what: "  the worst", key: "together max", show: seconds, most: goal.together},
+	}
+	paced := func(what, series string) []row {
+		return []row{
+			{what: what + ", p50", key: series + " p50", show: seconds},
+			{what: "  p99", key: series + " p99", show: seconds, most: goal.p99},
+			{what: "  the worst", key: series + " max", show: seconds},
+			{what: "    by p99", key: series + " spread", show: times, most: 3, alone: true},
+		}
+	}
+	rows = append(rows, paced(fmt.Sprintf("%d changes/s for %s, PATCH to packets", o.rate, o.rateDuration), "paced")...)
+	rows = append(rows, row{what: "  CPU seconds per 1,000", key: "paced cpu", show: perThousand})
+	for _, d := range disturbances {
+		if o.disturbs(d.name) {
+			rows = append(rows, paced("the same while "+d.what, d.series())...)
+		}
+	}
+	return append(rows,
+		row{what: "CPU at rest, share of one processor", key: "idle", show: percent, most: 0.002},
+		row{what: "  wake-ups of its threads", key: "wake-ups", show: rate},
+		row{what: "  comparisons meanwhile", key: "compared", show: count, alone: true},
+		row{what: "resident memory, at its highest until the cold start is over", key: "cold peak", show: mebibytes},
+		row{what: "  at its highest in all", key: "peak", show: mebibytes, most: peakGoals[[2]int{slices.Max(o.services), o.endpoints}]},
+		row{what: "  in the end", key: "resident", show: mebibytes, part: 2},
+		row{what: "    by the highest of the cold start", key: "grown", show: times, most: 1, alone: true},
+	)
+}
+
 func apiRows(o *options, _ bool) []row {
-	pace := fmt.Sprintf("%d changes/s for %s", o.rate, o.rateDuration)
-	return []row{
+	return append([]row{
 		{what: "cold start to packets", key: "cold", show: seconds, part: 20},
 		{what: "  CPU time of it", key: "cold cpu", show: seconds},
 		{what: "PATCH of an endpoint to packets, p50", key: "changed p50", show: seconds, part: 20},
 		{what: "  p99", key: "changed p99", show: seconds},
+		{what: "  the worst", key: "changed max", show: seconds},
 		{what: "  CPU seconds per 1,000", key: "changed cpu", show: perThousand, part: 10},
 		{what: "POST of a Service and its slice to packets, p50", key: "added p50", show: seconds, part: 40},
 		{what: "  p99", key: "added p99", show: seconds},
 		{what: "  CPU seconds per 1,000", key: "added cpu", show: perThousand},
-		{what: pace + ", PATCH to packets, p50", key: "paced p50", show: seconds, most: 0.1},
-		{what: "  p99", key: "paced p99", show: seconds},
-		{what: "  CPU seconds per 1,000", key: "paced cpu", show: perThousand},
-		{what: "resident memory after all that", key: "resident", show: mebibytes, part: 2},
-		{what: "  at its highest", key: "peak", show: mebibytes},
-	}
+	}, worstRows(o)...)
 }
 
-// ipvsRows have a goal for the most Services.
-func ipvsRows(_ *options, most bool) []row {
-	rows := []row{
+// ipvsRows have goals for the most Services.
+func ipvsRows(o *options, most bool) []row {
+	rows := append([]row{
 		{what: "cold start to packets", key: "cold", show: seconds},
 		{what: "  CPU time until the proxy is at rest", key: "cold cpu", show: seconds},
-		{what: "PATCH of an endpoint to packets, p50", key: "changed p50", show: seconds},
-		{what: "  p99, or the worst of less than 100", key: "changed p99", show: seconds},
-		{what: "  of that, until the API server has answered, p50", key: "patched p50", show: seconds},
+		{what: "PATCH of an endpoint to packets, p50", key: "changed p50", show: seconds, part: 50},
+		{what: "  p99", key: "changed p99", show: seconds},
+		{what: "  the worst", key: "changed max", show: seconds},
+		{what: "  until the API server has answered, p50", key: "patched p50", show: seconds},
 		{what: "  CPU time of one", key: "changed cpu", show: seconds},
-		{what: "CPU at rest, share of one processor", key: "idle", show: percent},
-		{what: "resident memory", key: "resident", show: mebibytes},
-		{what: "  at its highest", key: "peak", show: mebibytes},
-		{what: "changes made", key: "changed count", show: count, alone: true},
-	}
-	if most {
-		rows[2].part = 50
+		{what: "  changes made", key: "changed count", show: count, alone: true},
+	}, worstRows(o)...)
+	for i := range rows {
+		if !most {
+			rows[i].part, rows[i].most = 0, 0
+		}
 	}
 	return rows
 }
@@ -98,7 +137,8 @@ func nftablesRows(o *options, _ bool) []row {
 		{what: "    p99", key: "synced p99", show: seconds},
 		{what: "  CPU time", key: "changed cpu", show: seconds},
 		{what: "resident memory", key: "resident", show: mebibytes},
-		{what: "  at its highest", key: "peak", show: mebibytes},
+		{what: "  at its highest until the cold start is over", key: "cold peak", show: mebibytes},
+		{what: "  at its highest in all", key: "peak", show: mebibytes, most: peakGoals[[2]int{o.services[0], o.endpoints}]},
 		{what: "connect to the first Service", key: "first", show: seconds},
 		{what: "  by no proxy", key: "first times", show: times, most: 1.1},
 		{what: "connect to the last Service", key: "last", show: seconds},

@@ -138,6 +138,8 @@ func count(n float64) string { return fmt.Sprintf("%.0f", n) }
 
 func perSecond(v float64) string { return fmt.Sprintf("%.0f/s", v) }
 
+func rate(v float64) string { return short(v) + "/s" }
+
 func times(v float64) string {
 	if math.IsNaN(v) || math.IsInf(v, 0) {
 		return "-"

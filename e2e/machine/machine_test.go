@@ -2,7 +2,9 @@ package machine
 
 import (
 	"os"
+	"runtime"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 )
@@ -18,6 +20,20 @@ func TestOwnProcess(t *testing.T) {
 	}
 	if now, peak, err := Memory(pid); err != nil || now < 1<<20 || peak < now {
 		t.Errorf("memory: %d, at most %d, %v", now, peak, err)
+	}
+}
+
+// TestWakeups: a thread that waits and goes on is counted.
+func TestWakeups(t *testing.T) {
+	t.Parallel()
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	before, err := Wakeups(os.Getpid())
+	for range 20 {
+		_ = syscall.Nanosleep(&syscall.Timespec{Nsec: 1000}, nil)
+	}
+	if after, again := Wakeups(os.Getpid()); err != nil || again != nil || after < before+20 {
+		t.Errorf("%d before 20 waits, %d after, %v, %v", before, after, err, again)
 	}
 }
 

@@ -56,3 +56,18 @@ func Memory(pid int) (now, peak uint64, err error) {
 	s, err := proc.NewStatus()
 	return s.VmRSS, s.VmHWM, err
 }
+
+// Wakeups is how often the threads that a process has now have begun to run after they had waited for something, in all: the kernel's
+// count of voluntary context switches. Threads that have ended are not in it.
+func Wakeups(pid int) (sum uint64, err error) {
+	threads, err := procfs.AllThreads(pid)
+	if err != nil {
+		return 0, fmt.Errorf("wake-ups: %w", err)
+	}
+	for _, thread := range threads {
+		if s, err := thread.NewStatus(); err == nil { // Otherwise it has ended meanwhile.
+			sum += s.VoluntaryCtxtSwitches
+		}
+	}
+	return sum, nil
+}
