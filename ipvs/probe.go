@@ -4,8 +4,8 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"math"
 	"runtime"
-	"slices"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -45,11 +45,6 @@ func (p *prober) differs(by ipvs.Fingerprint, alike int) bool {
 	}
 	p.last, p.alike = by, alike
 	return true
-}
-
-// alike returns the number of comparisons that found no difference in virtual servers of any family. The locks must be held.
-func (b *Backend) alike() int {
-	return slices.MinFunc(b.Engines, func(a, b *engine) int { return cmp.Compare(a.alike, b.alike) }).alike
 }
 
 // cpuTime is the processor time that the caller's thread has used.
@@ -92,27 +87,35 @@ func (b *Backend) otherSysctl() string {
 
 // differs says what has changed; "" if no change can be seen.
 func (b *Backend) differs(p *prober) string {
-	for _, e := range b.Engines {
-		e.mu.Lock() // A sync changes the kernel and actual together.
-		defer e.mu.Unlock()
-		if e.desired == nil { // The next sync looks at everything.
-			return ""
-		}
-	}
 	var want ipvs.Fingerprint
 	families := map[plan.Family]bool{}
-	for _, e := range b.Engines {
-		families[e.family] = true
-		e.actual.fingerprint(&want)
+	readings := make([]*reading, len(b.Engines))
+	for i, e := range b.Engines {
+		r := e.beginReading()
+		if r == nil { // The next sync looks at everything.
+			return ""
+		}
+		defer e.endReading(r)
+		readings[i], families[e.family] = r, true
+		e.fingerprint(r, &want)
 	}
 	skip := func(id ipvs.ServerID) bool {
-		return id.Mark == 0 && !families[id.Family] || b.Engines[0].foreign(id)
+		return id.Mark == 0 && !families[id.Family] || readings[0].marks.foreign(id, b.Engines[0].exclude)
 	}
 	have, err := ipvs.ReadFingerprint(skip)
-	switch {
-	case err != nil:
+	if err != nil {
 		return err.Error()
-	case p.differs(have-want, b.alike()):
+	}
+	alike := math.MaxInt // the number of comparisons that found no difference in virtual servers of any family
+	for i, e := range b.Engines {
+		e.mu.Lock()
+		defer e.mu.Unlock()
+		if !e.valid(readings[i]) || len(readings[i].changed.servers) > 0 { // The next look will do.
+			return ""
+		}
+		alike = min(alike, e.alike)
+	}
+	if p.differs(have-want, alike) {
 		return "another program has changed virtual servers"
 	}
 	for _, e := range b.Engines {
@@ -124,11 +127,17 @@ func (b *Backend) differs(p *prober) string {
 }
 
 // fingerprint adds all virtual servers.
-func (h *actual) fingerprint(f *ipvs.Fingerprint) {
-	for _, v := range h.servers {
+func (e *engine) fingerprint(r *reading, f *ipvs.Fingerprint) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	pause := e.pausing(r)
+	for _, v := range r.known.servers {
 		f.Add(v.Server)
 		for addr, d := range v.realServers {
 			f.AddRealServer(v.Server, ipvs.RealServer{Addr: addr, Weight: d.weight})
+		}
+		if !pause() {
+			return
 		}
 	}
 }
