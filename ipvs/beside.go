@@ -289,6 +289,7 @@ func (e *engine) recheck(t *touched, now *actual) (drift.Found, error) {
 		adopt(a, e.actual.ports.unrouted, was.ports.unrouted, is.ports.unrouted, now.ports.unrouted)
 		adopt(a, e.actual.ports.routes, was.ports.routes, is.ports.routes, now.ports.routes)
 	}
+	e.version++
 	found := differences(e.family, was, is)
 	e.findReplaced(t)
 	if err := e.apply(t, ruleSteps{}); err != nil {

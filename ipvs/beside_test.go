@@ -243,6 +243,7 @@ func meddling(t *rapid.T, k *fakeKernel) int {
 		if list := slices.SortedFunc(maps.Keys(k.addresses), netip.Addr.Compare); len(list) > 0 {
 			a := list[draw(len(list))]
 			k.addresses.Delete(a)
+			k.unrouted.Delete(a)
 			return 2 // It may be unrouted too.
 		}
 	case 2:

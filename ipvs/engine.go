@@ -46,6 +46,9 @@ type engine struct {
 	// partial says that the last plan of which everything was synced was partial.
 	partial  bool
 	readings set.Set[*reading] // under way
+	// version changes with actual. numbered, unless it is nil, are the numbers of objects of version numberedAt.
+	version, numberedAt uint64
+	numbered            *numbers
 	// rest is what is touched and left to the next sync; nil if that is nothing. lastAddress is the last address of such that was changed.
 	rest        *touched
 	lastAddress netip.Addr
@@ -426,6 +429,7 @@ func (e *engine) leaveUnknown(t *touched, p *plan.Plan) {
 // external IP is removed before its virtual server, or else it would lead to a program on the node. One failure does not prevent
 // the other changes.
 func (e *engine) apply(t *touched, steps ruleSteps) error {
+	e.version++
 	for r := range e.readings {
 		r.changed.merge(t)
 	}

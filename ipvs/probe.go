@@ -1,11 +1,10 @@
 package ipvs
 
 import (
-	"cmp"
 	"context"
-	"fmt"
 	"math"
 	"runtime"
+	"slices"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -14,11 +13,18 @@ import (
 	"nodeproxy/plan"
 )
 
-// The kernel sends no notifications about virtual servers and sets. What can be read cheaply is checked every probeInterval, or
-// less often if that takes long: it takes no more than one part in probeShare of the time.
+// The kernel sends no notifications about virtual servers and sets. Entries, and virtual and real servers of IPv4, are counted every
+// countInterval, or less often if that takes long: it takes no more than one part in countShare of the time. What counting does not show,
+// such as a weight, or anything of a virtual server of IPv6, is looked for every probeInterval, in one part of probeShare of the time; where
+// there is no virtual server of IPv6, in one part of weightShare. Sysctls and diverted ports are looked at every probeInterval.
 const (
+	countInterval = 250 * time.Millisecond
+	countShare    = 500
 	probeInterval = 3 * time.Second
 	probeShare    = 50
+	weightShare   = 1000
+	// countsPerCost is over how many counts their cost is averaged: some kernels measure it by ticks.
+	countsPerCost = 16
 )
 
 // prober remembers earlier checks.
@@ -56,12 +62,26 @@ func cpuTime() time.Duration {
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
-// probe calls suspect when virtual servers or sets are not as they were written, until ctx ends.
+// uncounted reports whether there are virtual servers that can't be counted.
+func (e *engine) uncounted() bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.family == plan.IPv6 && e.actual != nil && len(e.actual.servers) > 0
+}
+
+// probe repairs what it finds to be missing or unexpected of virtual servers and sets, and calls suspect when they are not as they were
+// written in another way, until ctx ends.
 func (b *Backend) probe(ctx context.Context, suspect func(why string)) {
 	runtime.LockOSThread() // for cpuTime
 	defer runtime.UnlockOSThread()
-	wait := probeInterval
-	p := &prober{}
+	var c counts
+	if counter, err := ipvs.OpenCounts(); err == nil {
+		defer counter.Close()
+		c = counter
+	}
+	p, wait, cost := &prober{}, countInterval, time.Duration(0)
+	next := time.Now().Add(probeInterval)
+	others := next
 	for {
 		select {
 		case <-ctx.Done():
@@ -69,12 +89,26 @@ func (b *Backend) probe(ctx context.Context, suspect func(why string)) {
 		case <-time.After(wait):
 		}
 		begin := cpuTime()
-		if why := b.differs(p); why != "" {
-			suspect(why)
-		} else if name := b.otherSysctl(); name != "" {
-			suspect("sysctl " + name + " has another value")
+		why := b.countAll(c)
+		cost += (cpuTime() - begin - cost) / countsPerCost
+		wait = max(countInterval, countShare*cost)
+		if why == "" && time.Now().After(others) {
+			begin = cpuTime()
+			why = b.othersDiffer()
+			others = time.Now().Add(max(probeInterval, probeShare*(cpuTime()-begin)))
 		}
-		wait = max(probeInterval, probeShare*(cpuTime()-begin))
+		if why == "" && time.Now().After(next) {
+			begin = cpuTime()
+			why = b.differs(p)
+			share := time.Duration(weightShare)
+			if c == nil || slices.ContainsFunc(b.Engines, (*engine).uncounted) {
+				share = probeShare
+			}
+			next = time.Now().Add(max(probeInterval, share*(cpuTime()-begin)))
+		}
+		if why != "" {
+			suspect(why)
+		}
 	}
 }
 
@@ -118,8 +152,21 @@ func (b *Backend) differs(p *prober) string {
 	if p.differs(have-want, alike) {
 		return "another program has changed virtual servers"
 	}
+	return ""
+}
+
+// othersDiffer says which sysctl, or what of what diverts ports, has changed; "" for nothing.
+func (b *Backend) othersDiffer() string {
+	if name := b.otherSysctl(); name != "" {
+		return "sysctl " + name + " has another value"
+	}
 	for _, e := range b.Engines {
-		if why := cmp.Or(e.otherSizes(), e.portsDiffer()); why != "" {
+		e.mu.Lock()
+		why := ""
+		if e.desired != nil {
+			why = e.portsDiffer()
+		}
+		if e.mu.Unlock(); why != "" {
 			return why
 		}
 	}
@@ -140,23 +187,4 @@ func (e *engine) fingerprint(r *reading, f *ipvs.Fingerprint) {
 			return
 		}
 	}
-}
-
-// otherSizes says which set has another number of entries than were written; "" for none.
-func (e *engine) otherSizes() string {
-	var want [setCount]int
-	for m := range e.actual.members {
-		want[m.set]++
-	}
-	for id := range setCount {
-		name := setName(id, e.family)
-		n, err := e.machine.sets.Size(name)
-		switch {
-		case err != nil:
-			return err.Error()
-		case n != want[id]:
-			return fmt.Sprintf("set %s has %d entries in place of %d", name, n, want[id])
-		}
-	}
-	return ""
 }
