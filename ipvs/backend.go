@@ -85,6 +85,14 @@ func New(cfg Config) (*Backend, error) {
 	if err != nil {
 		return nil, cannot(err)
 	}
+	if report := cfg.Compared; report != nil { // Sync, Compare and Watch may report at the same time.
+		var mu sync.Mutex
+		cfg.Compared = func(r drift.Report) {
+			mu.Lock()
+			defer mu.Unlock()
+			report(r)
+		}
+	}
 	b := &Backend{cfg: cfg, servers: h.servers, handles: h}
 	b.Compared, b.Shared = cfg.Compared, b.repairSysctls // The engines wait for each other: both need the kernel's lock on IPVS.
 	if err := b.open(h); err != nil {
@@ -185,7 +193,7 @@ func (b *Backend) engine(f plan.Family, t *xtables.Tables, h *handles, d *host.D
 		b.cfg.Log.Warn("marks that lead packets to virtual servers are not guarded: node ports do not work beside a network policy"+
 			" that uses marks too", "family", f, "error", nft.ErrAbsent)
 	}
-	t.Found, t.NativeRules = &e.Found, b.cfg.NativeRules
+	t.Found, t.NativeRules = &e.ruleDrift, b.cfg.NativeRules
 	t.Ran = func(_ string, err error) {
 		if err != nil && b.cfg.RestoreFailed != nil {
 			b.cfg.RestoreFailed(f)

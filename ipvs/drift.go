@@ -121,11 +121,3 @@ func (m member) marked(s shared) ipset.Entry {
 	m.entry.Mark, m.entry.Mask = s.mark, s.mask
 	return m.entry
 }
-
-// realServer returns the real server at an address; nil if there is none.
-func (h *actual) realServer(id ipvs.ServerID, addr netip.AddrPort) *actualRealServer {
-	if h.servers[id] == nil {
-		return nil
-	}
-	return h.servers[id].realServers[addr]
-}

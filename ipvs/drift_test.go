@@ -154,3 +154,11 @@ func TestArtifacts(t *testing.T) {
 		}
 	}
 }
+
+// realServer returns the real server at an address; nil if there is none.
+func (h *actual) realServer(id ipvs.ServerID, addr netip.AddrPort) *actualRealServer {
+	if h.servers[id] == nil {
+		return nil
+	}
+	return h.servers[id].realServers[addr]
+}

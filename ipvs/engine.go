@@ -18,6 +18,7 @@ import (
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
 
@@ -42,12 +43,22 @@ type engine struct {
 	onRefused func(plan.Family, []plan.Refusal)
 	changes   []change // of virtual servers, for flush to make
 	backend.Comparison
+	// partial says that the last plan of which everything was synced was partial.
+	partial  bool
+	readings set.Set[*reading] // under way
+	// version changes with actual. numbered, unless it is nil, are the numbers of objects of version numberedAt.
+	version, numberedAt uint64
+	numbered            *numbers
 	// rest is what is touched and left to the next sync; nil if that is nothing. lastAddress is the last address of such that was changed.
 	rest        *touched
 	lastAddress netip.Addr
 	mostAtOnce  int // the constant, or less
 	// alike is the number of full comparisons that found all virtual servers as they had been written.
-	alike int
+	alike    int
+	ruleSync sync.Mutex // held while machine.tables is used; locked after mu
+	// rules are those that were written last; nil if that is not known. ruleDrift is what machine.tables has found to differ from them.
+	rules     *xtables.Desired
+	ruleDrift drift.Found
 	// swept is set once the sets that kube-proxy alone uses have been removed, as far as that was possible.
 	swept bool
 }
@@ -83,6 +94,27 @@ type actualRealServer struct {
 	weight   uint32
 	draining bool
 	since    time.Time // since when no endpoint is listed at the address
+}
+
+// newActualServer is a virtual server as it was read. Real servers without weight drain.
+func newActualServer(v *ipvs.ActualServer, now time.Time) *actualServer {
+	out := &actualServer{Server: v.Server, realServers: make(map[netip.AddrPort]*actualRealServer, len(v.RealServers))}
+	for addr, d := range v.RealServers {
+		out.realServers[addr] = &actualRealServer{weight: d.Weight, draining: d.Weight == 0, since: now}
+	}
+	return out
+}
+
+// keepSince continues the draining of real servers that drained before; was may be nil.
+func (v *actualServer) keepSince(was *actualServer) {
+	if was == nil {
+		return
+	}
+	for addr, before := range was.realServers {
+		if d := v.realServers[addr]; d != nil && before.draining && d.draining {
+			d.since = before.since
+		}
+	}
 }
 
 // Family implements backend.Engine.
@@ -175,10 +207,10 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	if e.Compared = e.desired != nil; !e.Compared {
 		before = nil
 	}
-	e.desired = full(p, e.family, options)
+	e.desired, e.partial = full(p, e.family, options), p.Partial
 	// On a node that another mode serves, its rules translate destinations before IPVS sees a packet, until everything is in place.
 	// On any other node, the rules that masquerade and refuse come first.
-	takeOver, err := e.machine.tables.ServiceChains(ctx)
+	takeOver, err := e.serviceChains(ctx)
 	if err != nil {
 		return err
 	}
@@ -189,23 +221,23 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 		return err
 	}
 	if e.Compared {
-		if mended != "" {
-			e.Found = append(e.Found, drift.Difference{Kind: drift.Address, State: drift.Changed,
-				Object: "interface " + names.Device + " with all addresses", Aspect: "it was " + mended})
-		}
-		e.Found = append(e.Found, differences(e.family, before, e.actual)...)
+		e.Found = append(deviceWas(mended), differences(e.family, before, e.actual)...)
 		if counts := e.Found.Counts(); counts[drift.VirtualServer]+counts[drift.RealServer] == 0 {
 			e.alike++
 		}
 	}
 	write := func() error {
-		n, err := e.machine.tables.Sync(ctx, rules(p, e.family, e.options))
-		e.log.Debug("compared all rules", "family", e.family, "changed", n)
-		e.Wrote(drift.Chain, n)
-		if err != nil {
-			return err
+		desired := rules(p, e.family, e.options)
+		found, err := e.syncRules(ctx, &desired)
+		if err == nil {
+			var more drift.Found
+			more, err = e.guardMarks()
+			found = append(found, more...)
 		}
-		return e.guardMarks()
+		if e.Compared {
+			e.Found = append(e.Found, found...)
+		}
+		return err
 	}
 	steps := ruleSteps{before: write, routes: func() error { return e.routes(p.Partial) }}
 	if takeOver {
@@ -234,22 +266,58 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	return nil
 }
 
-// guardMarks writes the guard of marks, once the rules no longer look for our marks where the guard hides them.
-func (e *engine) guardMarks() error {
-	if e.machine.guard == nil {
+// deviceWas is the difference that had to be mended; none for "".
+func deviceWas(mended string) drift.Found {
+	if mended == "" {
 		return nil
 	}
+	return drift.Found{{Kind: drift.Address, State: drift.Changed, Object: "interface " + names.Device + " with all addresses",
+		Aspect: "it was " + mended}}
+}
+
+// serviceChains is tables.ServiceChains.
+func (e *engine) serviceChains(ctx context.Context) (bool, error) {
+	e.ruleSync.Lock()
+	defer e.ruleSync.Unlock()
+	return e.machine.tables.ServiceChains(ctx)
+}
+
+// syncRules compares rules with the kernel, writes those that differ, and returns how they differ from those that were written last. With
+// nil it restores these, and waits for nothing but another syncRules.
+func (e *engine) syncRules(ctx context.Context, desired *xtables.Desired) (drift.Found, error) {
+	e.ruleSync.Lock()
+	defer e.ruleSync.Unlock()
+	if desired == nil {
+		desired = e.rules
+	}
+	if e.rules = nil; desired == nil {
+		return nil, errors.New("which rules were written is not known")
+	}
+	n, err := e.machine.tables.Sync(ctx, *desired)
+	e.log.Debug("compared all rules", "family", e.family, "changed", n)
+	e.Wrote(drift.Chain, n)
+	if err == nil {
+		e.rules = desired
+	}
+	found := e.ruleDrift
+	e.ruleDrift = nil
+	return found, err
+}
+
+// guardMarks writes the guard of marks, once the rules no longer look for our marks where the guard hides them, and returns how it differed.
+func (e *engine) guardMarks() (drift.Found, error) {
+	if e.machine.guard == nil {
+		return nil, nil
+	}
 	was, written, err := e.machine.guard.Ensure()
-	if err != nil || !written || !e.Compared {
-		return err
+	if err != nil || !written {
+		return nil, err
 	}
 	state := drift.Missing
 	if was {
 		state = drift.Changed
 	}
-	e.Found = append(e.Found, drift.Difference{Kind: drift.Chain, State: state,
-		Object: fmt.Sprintf("in nftables table %s (%s)", names.IPVSMarks, e.family)})
-	return nil
+	return drift.Found{{Kind: drift.Chain, State: state, Object: fmt.Sprintf("in nftables table %s (%s)", names.IPVSMarks, e.family)}}, nil
 }
 
 // ruleSteps are the steps of a full sync in the middle of apply, if not nil: rules before or after the virtual servers, routes for ranges.
@@ -273,19 +341,12 @@ func (e *engine) read(before *actual) (err error) {
 		delete(e.actual.servers, v.ID)
 	}
 	if before != nil {
-		for id, v := range before.servers {
-			for addr, was := range v.realServers {
-				if d := e.actual.realServer(id, addr); d != nil && was.draining && d.draining {
-					d.since = was.since
-				}
-			}
+		for id, v := range e.actual.servers {
+			v.keepSince(before.servers[id])
 		}
 	}
 	return e.flush()
 }
-
-// foreign reports whether a virtual server is not ours, whatever the plan.
-func (e *engine) foreign(id ipvs.ServerID) bool { return e.desired.marks.foreign(id, e.exclude) }
 
 // foreign reports whether a virtual server is not one of these marks, or its address is excluded.
 func (m marks) foreign(id ipvs.ServerID, exclude []netip.Prefix) bool {
@@ -301,19 +362,10 @@ func (e *engine) everything() *touched {
 	for id := range e.desired.servers {
 		t.servers.Insert(id)
 	}
-	hashes := map[uint32]bool(nil)
 	for id := range e.actual.servers {
 		t.servers.Insert(id)
-		if _, wanted := e.desired.servers[id]; wanted {
-			continue
-		}
-		if hashes == nil { // Needed rarely.
-			hashes = e.desired.hashes()
-		}
-		if e.desired.replaces(id, hashes) {
-			t.replaced[id] = plan.Key{} // Its ServicePort can't vanish before it is applied.
-		}
 	}
+	e.findReplaced(t)
 	for m := range e.desired.members {
 		t.members.Insert(m)
 	}
@@ -329,6 +381,23 @@ func (e *engine) everything() *touched {
 		maps.Copy(t.vips, some)
 	}
 	return t
+}
+
+// findReplaced notes which virtual servers that are not desired others have replaced.
+func (e *engine) findReplaced(t *touched) {
+	hashes := map[uint32]bool(nil)
+	for id := range t.servers {
+		_, wanted := e.desired.servers[id]
+		if wanted || e.actual.servers[id] == nil {
+			continue
+		}
+		if hashes == nil { // Needed rarely.
+			hashes = e.desired.hashes()
+		}
+		if e.desired.replaces(id, hashes) {
+			t.replaced[id] = plan.Key{} // Its ServicePort can't vanish before it is applied.
+		}
+	}
 }
 
 // leaveUnknown removes, from what is touched, actual objects of frontends that a plan.Partial does not have.
@@ -360,6 +429,10 @@ func (e *engine) leaveUnknown(t *touched, p *plan.Plan) {
 // external IP is removed before its virtual server, or else it would lead to a program on the node. One failure does not prevent
 // the other changes.
 func (e *engine) apply(t *touched, steps ruleSteps) error {
+	e.version++
+	for r := range e.readings {
+		r.changed.merge(t)
+	}
 	a := e.addresses(t)
 	m := e.members(t, a.bind, a.unlist)
 	ids := slices.SortedFunc(maps.Keys(t.servers), e.order)

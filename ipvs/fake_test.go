@@ -82,7 +82,7 @@ func (k fakeServers) Get(id ipvs.ServerID) (*ipvs.ActualServer, error) {
 	if v == nil {
 		return nil, nil
 	}
-	out := &ipvs.ActualServer{Server: v.Server, RealServers: map[netip.AddrPort]ipvs.ActualRealServer{}}
+	out := &ipvs.ActualServer{Server: v.Server, Foreign: v.Foreign, RealServers: map[netip.AddrPort]ipvs.ActualRealServer{}}
 	for a, d := range v.RealServers {
 		d.Active = k.connections[a]
 		out.RealServers[a] = d
@@ -315,7 +315,7 @@ func engineOver(k *fakeKernel, o Options) *engine {
 		servers: fakeServers{k}, sets: fakeSets{k}, device: fakeDevice{k}, ports: fakePorts{k}, tables: fakeTables{k},
 		host: func(plan.Family) (set.Set[netip.Addr], error) { return maps.Clone(k.hostAddrs), nil },
 		reader: func() (machine, func(), error) {
-			return machine{servers: fakeServers{k}, sets: fakeSets{k}}, func() {}, nil
+			return machine{servers: fakeServers{k}, sets: fakeSets{k}, device: fakeDevice{k}}, func() {}, nil
 		},
 	}}
 }

@@ -1,14 +1,18 @@
 package ipvs
 
 import (
+	"cmp"
 	"context"
+	"errors"
 	"net/netip"
 	"slices"
 	"time"
 
 	"nodeproxy/internal/set"
+	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
+	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
@@ -27,7 +31,7 @@ type machine struct {
 	reader func() (m machine, closeAll func(), err error)
 }
 
-// openReader opens servers and sets by sockets of their own.
+// openReader opens servers, sets and the device by sockets of their own.
 func openReader(v *ipvs.Servers) (machine, func(), error) {
 	servers, err := v.Another()
 	if err != nil {
@@ -38,10 +42,25 @@ func openReader(v *ipvs.Servers) (machine, func(), error) {
 		_ = servers.Close()
 		return machine{}, nil, err
 	}
-	return machine{servers: servers, sets: sets}, func() { _, _ = servers.Close(), sets.Close() }, nil
+	device, err := host.FindDevice(names.Device)
+	if err != nil || device == nil {
+		_, _ = servers.Close(), sets.Close()
+		return machine{}, nil, cmp.Or(err, errNoDevice)
+	}
+	m := machine{servers: glances{servers}, sets: sets, device: device}
+	return m, func() { _, _, _ = servers.Close(), sets.Close(), device.Close() }, nil
 }
 
-// read reads what there is of a family, where m has the means. Real servers without weight drain.
+var errNoDevice = errors.New("another program has removed interface " + names.Device)
+
+// glances are servers that are listed once only: see ListOnce.
+type glances struct{ *ipvs.Servers }
+
+func (g glances) List(f plan.Family) (map[ipvs.ServerID]*ipvs.ActualServer, error) {
+	return g.ListOnce(f)
+}
+
+// read reads what there is of a family, where m has the means.
 func (m machine) read(f plan.Family, marks marks, exclude []netip.Prefix) (*actual, error) {
 	h := newActual()
 	if m.sets != nil {
@@ -59,10 +78,7 @@ func (m machine) read(f plan.Family, marks marks, exclude []netip.Prefix) (*actu
 			if marks.foreign(id, exclude) {
 				continue
 			}
-			h.servers[id] = &actualServer{Server: v.Server, realServers: map[netip.AddrPort]*actualRealServer{}}
-			for addr, d := range v.RealServers {
-				h.servers[id].realServers[addr] = &actualRealServer{weight: d.Weight, draining: d.Weight == 0, since: now}
-			}
+			h.servers[id] = newActualServer(v, now)
 			if v.Foreign {
 				h.foreign = append(h.foreign, v.Server)
 			}

@@ -204,6 +204,16 @@ func (e *engine) removePorts(c addressChanges) error {
 	return errors.Join(errs...)
 }
 
+// otherPorts reports whether what diverts ports is not what was written.
+func (e *engine) otherPorts() (bool, error) {
+	h := &e.actual.ports
+	if e.machine.ports == nil {
+		return false, nil
+	}
+	list, exists, complete, err := e.machine.ports.List()
+	return exists != h.exists || complete != h.complete || !maps.Equal(list, h.all()), err
+}
+
 // portsDiffer says what has changed of what diverts ports; "" for nothing.
 func (e *engine) portsDiffer() string {
 	h := &e.actual.ports

@@ -1,9 +1,8 @@
 package ipvs
 
 import (
-	"cmp"
 	"context"
-	"fmt"
+	"math"
 	"runtime"
 	"slices"
 	"time"
@@ -14,11 +13,18 @@ import (
 	"nodeproxy/plan"
 )
 
-// The kernel sends no notifications about virtual servers and sets. What can be read cheaply is checked every probeInterval, or
-// less often if that takes long: it takes no more than one part in probeShare of the time.
+// The kernel sends no notifications about virtual servers and sets. Entries, and virtual and real servers of IPv4, are counted every
+// countInterval, or less often if that takes long: it takes no more than one part in countShare of the time. What counting does not show,
+// such as a weight, or anything of a virtual server of IPv6, is looked for every probeInterval, in one part of probeShare of the time; where
+// there is no virtual server of IPv6, in one part of weightShare. Sysctls and diverted ports are looked at every probeInterval.
 const (
+	countInterval = 250 * time.Millisecond
+	countShare    = 500
 	probeInterval = 3 * time.Second
 	probeShare    = 50
+	weightShare   = 1000
+	// countsPerCost is over how many counts their cost is averaged: some kernels measure it by ticks.
+	countsPerCost = 16
 )
 
 // prober remembers earlier checks.
@@ -47,11 +53,6 @@ func (p *prober) differs(by ipvs.Fingerprint, alike int) bool {
 	return true
 }
 
-// alike returns the number of comparisons that found no difference in virtual servers of any family. The locks must be held.
-func (b *Backend) alike() int {
-	return slices.MinFunc(b.Engines, func(a, b *engine) int { return cmp.Compare(a.alike, b.alike) }).alike
-}
-
 // cpuTime is the processor time that the caller's thread has used.
 func cpuTime() time.Duration {
 	var u unix.Rusage
@@ -61,12 +62,26 @@ func cpuTime() time.Duration {
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
-// probe calls suspect when virtual servers or sets are not as they were written, until ctx ends.
+// uncounted reports whether there are virtual servers that can't be counted.
+func (e *engine) uncounted() bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.family == plan.IPv6 && e.actual != nil && len(e.actual.servers) > 0
+}
+
+// probe repairs what it finds to be missing or unexpected of virtual servers and sets, and calls suspect when they are not as they were
+// written in another way, until ctx ends.
 func (b *Backend) probe(ctx context.Context, suspect func(why string)) {
 	runtime.LockOSThread() // for cpuTime
 	defer runtime.UnlockOSThread()
-	wait := probeInterval
-	p := &prober{}
+	var c counts
+	if counter, err := ipvs.OpenCounts(); err == nil {
+		defer counter.Close()
+		c = counter
+	}
+	p, wait, cost := &prober{}, countInterval, time.Duration(0)
+	next := time.Now().Add(probeInterval)
+	others := next
 	for {
 		select {
 		case <-ctx.Done():
@@ -74,12 +89,26 @@ func (b *Backend) probe(ctx context.Context, suspect func(why string)) {
 		case <-time.After(wait):
 		}
 		begin := cpuTime()
-		if why := b.differs(p); why != "" {
-			suspect(why)
-		} else if name := b.otherSysctl(); name != "" {
-			suspect("sysctl " + name + " has another value")
+		why := b.countAll(c)
+		cost += (cpuTime() - begin - cost) / countsPerCost
+		wait = max(countInterval, countShare*cost)
+		if why == "" && time.Now().After(others) {
+			begin = cpuTime()
+			why = b.othersDiffer()
+			others = time.Now().Add(max(probeInterval, probeShare*(cpuTime()-begin)))
 		}
-		wait = max(probeInterval, probeShare*(cpuTime()-begin))
+		if why == "" && time.Now().After(next) {
+			begin = cpuTime()
+			why = b.differs(p)
+			share := time.Duration(weightShare)
+			if c == nil || slices.ContainsFunc(b.Engines, (*engine).uncounted) {
+				share = probeShare
+			}
+			next = time.Now().Add(max(probeInterval, share*(cpuTime()-begin)))
+		}
+		if why != "" {
+			suspect(why)
+		}
 	}
 }
 
@@ -92,31 +121,52 @@ func (b *Backend) otherSysctl() string {
 
 // differs says what has changed; "" if no change can be seen.
 func (b *Backend) differs(p *prober) string {
-	for _, e := range b.Engines {
-		e.mu.Lock() // A sync changes the kernel and actual together.
-		defer e.mu.Unlock()
-		if e.desired == nil { // The next sync looks at everything.
-			return ""
-		}
-	}
 	var want ipvs.Fingerprint
 	families := map[plan.Family]bool{}
-	for _, e := range b.Engines {
-		families[e.family] = true
-		e.actual.fingerprint(&want)
+	readings := make([]*reading, len(b.Engines))
+	for i, e := range b.Engines {
+		r := e.beginReading()
+		if r == nil { // The next sync looks at everything.
+			return ""
+		}
+		defer e.endReading(r)
+		readings[i], families[e.family] = r, true
+		e.fingerprint(r, &want)
 	}
 	skip := func(id ipvs.ServerID) bool {
-		return id.Mark == 0 && !families[id.Family] || b.Engines[0].foreign(id)
+		return id.Mark == 0 && !families[id.Family] || readings[0].marks.foreign(id, b.Engines[0].exclude)
 	}
 	have, err := ipvs.ReadFingerprint(skip)
-	switch {
-	case err != nil:
+	if err != nil {
 		return err.Error()
-	case p.differs(have-want, b.alike()):
+	}
+	alike := math.MaxInt // the number of comparisons that found no difference in virtual servers of any family
+	for i, e := range b.Engines {
+		e.mu.Lock()
+		defer e.mu.Unlock()
+		if !e.valid(readings[i]) || len(readings[i].changed.servers) > 0 { // The next look will do.
+			return ""
+		}
+		alike = min(alike, e.alike)
+	}
+	if p.differs(have-want, alike) {
 		return "another program has changed virtual servers"
 	}
+	return ""
+}
+
+// othersDiffer says which sysctl, or what of what diverts ports, has changed; "" for nothing.
+func (b *Backend) othersDiffer() string {
+	if name := b.otherSysctl(); name != "" {
+		return "sysctl " + name + " has another value"
+	}
 	for _, e := range b.Engines {
-		if why := cmp.Or(e.otherSizes(), e.portsDiffer()); why != "" {
+		e.mu.Lock()
+		why := ""
+		if e.desired != nil {
+			why = e.portsDiffer()
+		}
+		if e.mu.Unlock(); why != "" {
 			return why
 		}
 	}
@@ -124,30 +174,17 @@ func (b *Backend) differs(p *prober) string {
 }
 
 // fingerprint adds all virtual servers.
-func (h *actual) fingerprint(f *ipvs.Fingerprint) {
-	for _, v := range h.servers {
+func (e *engine) fingerprint(r *reading, f *ipvs.Fingerprint) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	pause := e.pausing(r)
+	for _, v := range r.known.servers {
 		f.Add(v.Server)
 		for addr, d := range v.realServers {
 			f.AddRealServer(v.Server, ipvs.RealServer{Addr: addr, Weight: d.weight})
 		}
-	}
-}
-
-// otherSizes says which set has another number of entries than were written; "" for none.
-func (e *engine) otherSizes() string {
-	var want [setCount]int
-	for m := range e.actual.members {
-		want[m.set]++
-	}
-	for id := range setCount {
-		name := setName(id, e.family)
-		n, err := e.machine.sets.Size(name)
-		switch {
-		case err != nil:
-			return err.Error()
-		case n != want[id]:
-			return fmt.Sprintf("set %s has %d entries in place of %d", name, n, want[id])
+		if !pause() {
+			return
 		}
 	}
-	return ""
 }

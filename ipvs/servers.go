@@ -129,6 +129,10 @@ type change struct {
 // queue queues a change of a virtual server for flush. actual already includes it: after any error but a refusal the kernel is read
 // again.
 func (e *engine) queue(kind ipvs.OpKind, v ipvs.Server, d ipvs.RealServer, undo func()) {
+	e.version++
+	for r := range e.readings {
+		r.changed.servers.Insert(v.ID)
+	}
 	e.changes = append(e.changes, change{ipvs.Op{Kind: kind, Server: v, RealServer: d}, undo})
 }
 

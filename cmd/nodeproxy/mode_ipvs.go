@@ -60,7 +60,7 @@ func openIPVS(c modeConfig) (*openMode, error) {
 		machine: func(_, near *plan.Plan, f plan.Family, local func(netip.Addr) bool) (*packetsim.Machine, error) {
 			return b.Machine(near, f, local)
 		},
-		backend: b, unfinished: b.Unfinished, run: b.Run, close: b.Close,
+		backend: b, compare: b.Compare, unfinished: b.Unfinished, run: b.Run, close: b.Close,
 		traffic: func() metrics.TrafficReader { return b.Traffic() },
 	}, nil
 }

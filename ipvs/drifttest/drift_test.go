@@ -44,7 +44,7 @@ type lab struct {
 	backend *ipvs.Backend
 	plan    *plan.Plan
 	seen    chan string
-	reports []drift.Report
+	reports chan drift.Report
 }
 
 // inLab runs f on a thread in a namespace of its own, in which n Services with two endpoints each are programmed. Programs
@@ -58,7 +58,7 @@ func inLab(t testing.TB, v xtables.Variant, n int, o ipvs.Options, f func(l *lab
 			return
 		}
 		defer ns.Close()
-		l := &lab{t: t, variant: v, ns: ns, plan: plantest.Large(n, 2), seen: make(chan string, 1000)}
+		l := &lab{t: t, variant: v, ns: ns, plan: plantest.Large(n, 2), seen: make(chan string, 1000), reports: make(chan drift.Report, 1000)}
 		l.plan.Settings.ServiceCIDRs = []netip.Prefix{netip.MustParsePrefix("10.96.0.0/12")}
 		if err := l.start(o); err != nil {
 			t.Error(err)
@@ -79,7 +79,7 @@ func (l *lab) start(o ipvs.Options) (err error) {
 	o.MasqueradeBit = 14
 	l.backend, err = ipvs.New(ipvs.Config{
 		Options: o, Variant: l.variant, Families: []plan.Family{plan.IPv4, plan.IPv6}, Log: slog.New(slog.DiscardHandler),
-		Compared: func(r drift.Report) { l.reports = append(l.reports, r) },
+		Compared: func(r drift.Report) { l.reports <- r },
 	})
 	if err != nil {
 		return err
@@ -94,6 +94,27 @@ func (l *lab) watch(ctx context.Context) error {
 		return err
 	}
 	return l.backend.Watch(ctx, func(why string) { l.seen <- why })
+}
+
+// compare compares everything with the kernel as the program does: with a sync of everything where that is needed to repair what differs.
+func (l *lab) compare() {
+	l.t.Helper()
+	if l.backend.Compare(context.Background()) {
+		l.sync()
+	}
+}
+
+// reported returns what has been reported.
+func (l *lab) reported() drift.Report {
+	var all drift.Report
+	for {
+		select {
+		case r := <-l.reports:
+			all.Found, all.Took = append(all.Found, r.Found...), all.Took+r.Took
+		default:
+			return all
+		}
+	}
 }
 
 func (l *lab) sync() {
@@ -208,26 +229,26 @@ func TestDrift(t *testing.T) {
 }
 
 func (l *lab) check(f fault, before string) {
-	l.reports = nil
 	drain(l.seen)
+	drain(l.reports)
 	l.do(f.do)
 	begin, why, limit := time.Now(), "", 3*time.Minute // which only a hang reaches
 	if f.want == "" {
 		limit = 4 * time.Second
 	}
+	var r drift.Report
 	select {
 	case why = <-l.seen:
+		l.compare()
+		r = l.reported()
+	case r = <-l.reports:
+		why = "a request of another program"
 	case <-time.After(limit):
 	}
 	took := time.Since(begin)
 	if (why != "") != (f.want != "") {
 		l.t.Errorf("%s: suspected %q", f.name, why)
 	}
-	l.sync()
-	if len(l.reports) != 1 {
-		l.t.Fatalf("%s: %d reports", f.name, len(l.reports))
-	}
-	r := l.reports[0]
 	if all := r.Found.Words(len(r.Found)); !strings.Contains(all, f.want) || f.want == "" && all != "" {
 		l.t.Errorf("%s: found %s, want %s", f.name, all, f.want)
 	}
@@ -239,9 +260,12 @@ func (l *lab) check(f fault, before string) {
 	if now := l.held(); now != before {
 		l.t.Errorf("%s: it is not as before:\n%s\nwant\n%s", f.name, now, before)
 	}
-	l.sync()
-	if n := len(l.reports[len(l.reports)-1].Found); n > 0 {
-		l.t.Errorf("%s: after the repair there are %d differences", f.name, n)
+	drain(l.reports)
+	for _, compare := range []func(){l.compare, l.sync} {
+		compare()
+		if n := len(l.reported().Found); n > 0 {
+			l.t.Errorf("%s: after the repair there are %d differences", f.name, n)
+		}
 	}
 	l.t.Logf("%-28s noticed after %4v, repaired in %v: %s (%s)", f.name, took.Round(time.Millisecond), r.Took.Round(time.Millisecond),
 		r.Found.Words(1), why)
@@ -266,7 +290,7 @@ func (l *lab) held() string {
 // changing is what may differ without meaning anything.
 var changing = regexp.MustCompile(`(?m)^\d+: | (hashsize|bucketsize|initval) \S+`)
 
-func drain(c chan string) {
+func drain[T any](c chan T) {
 	for {
 		select {
 		case <-c:

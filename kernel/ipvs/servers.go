@@ -84,8 +84,19 @@ func (s *Servers) Another() (*Servers, error) {
 func (s *Servers) List(f plan.Family) (map[ServerID]*ActualServer, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	return s.list(f, s.dumps.services)
+}
+
+// ListOnce is List with a single dump of virtual servers, however many of them change meanwhile: some may be missing that are there.
+func (s *Servers) ListOnce(f plan.Family) (map[ServerID]*ActualServer, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.list(f, func(family uint16) (map[ServerID]service, error) { return services(s.conn, family) })
+}
+
+func (s *Servers) list(f plan.Family, services func(uint16) (map[ServerID]service, error)) (map[ServerID]*ActualServer, error) {
 	actual := map[ServerID]*ActualServer{}
-	all, err := s.dumps.services(s.family)
+	all, err := services(s.family)
 	if err != nil {
 		return nil, fmt.Errorf("listing virtual servers: %w", err)
 	}
@@ -177,19 +188,25 @@ func (l lists) Close() error {
 func (l lists) services(family uint16) (map[ServerID]service, error) {
 	var all map[ServerID]service
 	n := 0
-	err := netlink.Retry(func() error {
+	err := netlink.Retry(func() (err error) {
 		before := all
-		all = map[ServerID]service{}
 		n++
-		err := l[n%len(l)].Dump(netlink.Message{Type: family, Body: genl(commandGetService)}, func(body []byte) error {
-			h, t, err := parseService(body)
-			if err == nil {
-				all[h.ID] = service{h, t}
-			}
-			return err
-		})
+		all, err = services(l[n%len(l)], family)
 		if err == nil && (before == nil || !maps.EqualFunc(all, before, func(service, service) bool { return true })) {
 			return netlink.ErrInterrupted
+		}
+		return err
+	})
+	return all, err
+}
+
+// services dumps all virtual servers once.
+func services(c *netlink.Conn, family uint16) (map[ServerID]service, error) {
+	all := map[ServerID]service{}
+	err := c.Dump(netlink.Message{Type: family, Body: genl(commandGetService)}, func(body []byte) error {
+		h, t, err := parseService(body)
+		if err == nil {
+			all[h.ID] = service{h, t}
 		}
 		return err
 	})

@@ -1,0 +1,311 @@
+package ipvs
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"net/netip"
+	"runtime/debug"
+	"time"
+
+	"nodeproxy/internal/set"
+	"nodeproxy/kernel/drift"
+	"nodeproxy/kernel/ipvs"
+	"nodeproxy/plan"
+)
+
+// Compare compares everything with the kernel beside Sync, which does not wait for that, and repairs what differs if it is not much. It
+// reports whether a sync of everything has to follow: to repair more than that, or because nothing is known.
+func (b *Backend) Compare(ctx context.Context) (again bool) {
+	begin := time.Now()
+	var found drift.Found
+	var failed error
+	for _, e := range b.Engines {
+		some, more, err := e.compareBeside(ctx)
+		if ctx.Err() != nil {
+			return false
+		}
+		found, again = append(found, some...), again || more || err != nil
+		if err != nil {
+			e.log.Debug("comparing beside syncs", "family", e.family, "error", err)
+			failed = err
+		}
+	}
+	found = append(found, b.repairSysctls(plan.Everything())...)
+	// Otherwise the sync that follows reports.
+	if b.Compared != nil && (len(found) > 0 || !again) {
+		b.Compared(drift.Report{Found: found, Took: time.Since(begin), Err: failed})
+	}
+	return again
+}
+
+// mostBeside is how many suspects are looked at and repaired beside syncs, which wait for that.
+const mostBeside = 200
+
+// compareBeside is Compare for one family. What it reads while syncs go on shows where to look: see recheck.
+func (e *engine) compareBeside(ctx context.Context) (found drift.Found, again bool, err error) {
+	defer func() {
+		if fault := recover(); fault != nil { // What is in the kernel is not only of this program's making.
+			again, err = true, fmt.Errorf("comparing with the kernel panicked: %v\n%s", fault, debug.Stack())
+			e.forget()
+		}
+	}()
+	r := e.beginReading()
+	if r == nil {
+		return nil, true, nil
+	}
+	defer e.endReading(r)
+	if r.partial {
+		return nil, true, nil
+	}
+	if found, err = e.syncRules(ctx, nil); err != nil {
+		return found, true, err
+	}
+	mended, err := e.machine.device.Ensure()
+	if mended != "" || err != nil {
+		return append(found, deviceWas(mended)...), true, err
+	}
+	for id := range setCount {
+		if made, err := e.machine.sets.Ensure(setOf(id, e.family)); made || err != nil {
+			return found, true, err
+		}
+	}
+	kernel, closeAll, err := e.machine.reader()
+	if err != nil {
+		return found, true, err
+	}
+	defer closeAll()
+	now, err := kernel.read(e.family, r.marks, e.exclude)
+	if err != nil || ctx.Err() != nil {
+		return found, true, err
+	}
+	more, again, err := e.settle(r, now)
+	return append(found, more...), again, err
+}
+
+// forget makes the next sync compare everything.
+func (e *engine) forget() {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.desired, e.rest = nil, nil
+}
+
+// reading is under way while something is read of the kernel and syncs go on.
+type reading struct {
+	known   *actual
+	marks   marks
+	partial bool     // what Services want that the plan does not have is not known
+	changed *touched // by syncs since it began
+}
+
+// beginReading begins a reading; it returns nil if a sync has to find out what the kernel has.
+func (e *engine) beginReading() *reading {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.desired == nil {
+		return nil
+	}
+	r := &reading{known: e.actual, marks: e.desired.marks, partial: e.partial, changed: newTouched()}
+	if e.readings == nil {
+		e.readings = set.Set[*reading]{}
+	}
+	e.readings.Insert(r)
+	return r
+}
+
+func (e *engine) endReading(r *reading) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.readings.Delete(r)
+}
+
+// valid reports whether what a reading is compared with is still known: no sync has failed, or compared everything, since it began.
+func (e *engine) valid(r *reading) bool { return e.desired != nil && e.actual == r.known }
+
+// settle compares what was read of the kernel with what is known of it, and repairs what differs.
+func (e *engine) settle(r *reading, now *actual) (found drift.Found, again bool, err error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	s := e.suspects(r, now)
+	if !e.valid(r) {
+		return nil, e.desired == nil, nil
+	}
+	if len(s.servers)+len(s.members)+len(s.vips) > mostBeside || !maps.Equal(e.actual.routes, now.routes) {
+		return nil, true, nil
+	}
+	if differ, err := e.otherPorts(); differ || err != nil {
+		return nil, true, err
+	}
+	if found, err = e.guardMarks(); err == nil {
+		var more drift.Found
+		e.refusedAgain(s)
+		more, err = e.recheck(s, now)
+		found = append(found, more...)
+	}
+	if err != nil {
+		e.desired, e.rest = nil, nil
+		return found, true, err
+	}
+	if counts := found.Counts(); counts[drift.VirtualServer]+counts[drift.RealServer] == 0 {
+		e.alike++
+	}
+	return found, false, nil
+}
+
+// comparedAtOnce is the number of objects that are compared while syncs wait, which takes about a millisecond.
+const comparedAtOnce = 2000
+
+// suspects returns what seems to differ from what is known. What syncs have changed since the reading began, or have left to change, is not
+// among it.
+func (e *engine) suspects(r *reading, now *actual) *touched {
+	s := newTouched()
+	pause := e.pausing(r)
+	e.suspectServers(s, r.known, now, pause)
+	e.suspectMembers(s, r.known, now, pause)
+	for _, two := range [][2]set.Set[netip.Addr]{
+		{r.known.vips, now.vips}, {r.known.ports.unrouted, now.ports.unrouted}, {r.known.ports.routes, now.ports.routes},
+	} {
+		maps.Copy(s.vips, two[0].Difference(two[1]))
+		maps.Copy(s.vips, two[1].Difference(two[0]))
+	}
+	e.forgetChanged(s, r)
+	return s
+}
+
+// pausing returns a function to call in a loop over what is known or was read, which releases the lock now and then. It returns false if
+// the reading is no longer valid. An object that a sync adds or removes meanwhile may be passed over, and forgetChanged removes it anyway.
+func (e *engine) pausing(r *reading) func() bool {
+	n := 0
+	return func() bool {
+		if n++; n%comparedAtOnce == 0 {
+			e.mu.Unlock()
+			e.mu.Lock()
+		}
+		return e.valid(r)
+	}
+}
+
+func (e *engine) suspectServers(s *touched, known, now *actual, pause func() bool) {
+	for id, was := range known.servers {
+		if is := now.servers[id]; is == nil || !was.same(is) {
+			s.servers.Insert(id)
+		}
+		if !pause() {
+			return
+		}
+	}
+	for id := range now.servers {
+		if known.servers[id] == nil {
+			s.servers.Insert(id)
+		}
+		if !pause() {
+			return
+		}
+	}
+	for _, v := range now.foreign {
+		s.servers.Insert(v.ID)
+	}
+}
+
+// suspectMembers looks at entries of those sets that were read.
+func (e *engine) suspectMembers(s *touched, known, now *actual, pause func() bool) {
+	for m, was := range known.members {
+		if is, there := now.members[m]; now.sets[m.set] && (!there || is.mark != was.mark || is.mask != was.mask) {
+			s.members.Insert(m)
+		}
+		if !pause() {
+			return
+		}
+	}
+	for m := range now.members {
+		if _, there := known.members[m]; !there {
+			s.members.Insert(m)
+		}
+		if !pause() {
+			return
+		}
+	}
+	for m := range s.members {
+		s.suspectAddress(m)
+	}
+}
+
+// forgetChanged removes what syncs have changed since a reading began, or have left to change.
+func (e *engine) forgetChanged(s *touched, r *reading) {
+	s.forget(r.changed)
+	if e.rest != nil {
+		s.forget(e.rest)
+	}
+}
+
+// suspectAddress replaces an entry of the set that follows the addresses of the device by the address.
+func (t *touched) suspectAddress(m member) {
+	if m.set == setVIPs {
+		t.vips.Insert(m.entry.Addr)
+		delete(t.members, m)
+	}
+}
+
+// refusedAgain adds what the kernel has refused, which is tried again.
+func (e *engine) refusedAgain(t *touched) {
+	for id := range e.refused {
+		t.servers.Insert(id)
+	}
+	for m := range e.refusedMembers {
+		t.members.Insert(m)
+		t.suspectAddress(m)
+	}
+}
+
+// same reports whether two virtual servers and their real servers are alike.
+func (v *actualServer) same(o *actualServer) bool {
+	return v.Server == o.Server && maps.EqualFunc(v.realServers, o.realServers, func(a, b *actualRealServer) bool { return a.weight == b.weight })
+}
+
+// recheck reads which suspects the kernel has, and makes them as desired. It returns how they differ from what was written. now is what was
+// read of set entries and addresses, which no sync has changed since then. The lock must be held; after an error, nothing is known.
+func (e *engine) recheck(t *touched, now *actual) (drift.Found, error) {
+	was, is := newActual(), newActual()
+	for id := range t.servers {
+		have, err := e.machine.servers.Get(id)
+		if err != nil {
+			return nil, err
+		}
+		seen := map[ipvs.ServerID]*actualServer{}
+		if have != nil && have.Foreign {
+			e.queue(ipvs.DeleteServer, have.Server, ipvs.RealServer{}, nil)
+		} else if have != nil {
+			seen[id] = newActualServer(have, time.Now())
+			seen[id].keepSince(e.actual.servers[id])
+		}
+		adopt(id, e.actual.servers, was.servers, is.servers, seen)
+	}
+	for m := range t.members {
+		adopt(m, e.actual.members, was.members, is.members, now.members)
+	}
+	for a := range t.vips {
+		adopt(vipMember(a), e.actual.members, was.members, is.members, now.members)
+		adopt(a, e.actual.vips, was.vips, is.vips, now.vips)
+		adopt(a, e.actual.ports.unrouted, was.ports.unrouted, is.ports.unrouted, now.ports.unrouted)
+		adopt(a, e.actual.ports.routes, was.ports.routes, is.ports.routes, now.ports.routes)
+	}
+	e.version++
+	found := differences(e.family, was, is)
+	e.findReplaced(t)
+	if err := e.apply(t, ruleSteps{}); err != nil {
+		return found, err
+	}
+	e.reportRefused()
+	return found, nil
+}
+
+// adopt replaces what is known of one object by what was seen of it, and puts each into a map of its own.
+func adopt[K comparable, V any, M ~map[K]V](k K, known, was, is, seen M) {
+	if v, there := known[k]; there {
+		was[k] = v
+		delete(known, k)
+	}
+	if v, there := seen[k]; there {
+		is[k], known[k] = v, v
+	}
+}

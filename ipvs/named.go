@@ -1,0 +1,199 @@
+package ipvs
+
+import (
+	"fmt"
+	"time"
+
+	"nodeproxy/internal/set"
+	"nodeproxy/kernel/drift"
+	"nodeproxy/kernel/ipvs"
+	"nodeproxy/plan"
+)
+
+// numbers are how many objects of each kind a family has.
+type numbers struct {
+	servers, realServers int
+	members              [setCount]int
+}
+
+// numbers returns how many there should be. It counts again only after changes.
+func (e *engine) numbers(r *reading) numbers {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.numberedAt == e.version && e.numbered != nil {
+		return *e.numbered
+	}
+	n, at := numbers{}, e.version
+	pause := e.pausing(r)
+	for _, v := range r.known.servers {
+		n.servers++
+		if n.realServers += len(v.realServers); !pause() {
+			break
+		}
+	}
+	for m := range r.known.members {
+		if n.members[m.set]++; !pause() {
+			break
+		}
+	}
+	if at == e.version { // Otherwise the reading is void.
+		e.numbered, e.numberedAt = &n, at
+	}
+	return n
+}
+
+// counts reads how many real servers each virtual server of IPv4 has. ipvs.Counts implements it.
+type counts interface {
+	Read(each func(id ipvs.ServerID, realServers int)) error
+}
+
+// named are virtual servers and sets that another program seems to have changed.
+type named struct {
+	servers set.Set[ipvs.ServerID]
+	sets    [setCount]bool
+}
+
+// count compares numbers of objects with those in the kernel, which is cheap, and returns where they differ. It sees what has been added
+// or removed: entries of sets, and virtual and real servers, for which c is nil for a family in which they can't be counted.
+func (e *engine) count(c counts) (n named, err error) {
+	r := e.beginReading()
+	if r == nil { // The next sync compares everything.
+		return n, nil
+	}
+	defer e.endReading(r)
+	want := e.numbers(r)
+	var servers map[ipvs.ServerID]int // nil if as many are there as should be
+	if c != nil {
+		have := numbers{}
+		err := c.Read(func(id ipvs.ServerID, realServers int) {
+			if !r.marks.foreign(id, e.exclude) {
+				have.servers++
+				have.realServers += realServers
+			}
+		})
+		if err == nil && (have.servers != want.servers || have.realServers != want.realServers) {
+			servers = map[ipvs.ServerID]int{}
+			err = c.Read(func(id ipvs.ServerID, realServers int) { servers[id] = realServers })
+		}
+		if err != nil {
+			return n, err
+		}
+	}
+	for id := range setCount {
+		size, err := e.machine.sets.Size(setName(id, e.family))
+		n.sets[id] = err != nil || size != want.members[id]
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if !e.valid(r) || !r.changed.empty() { // The next look will do.
+		return named{}, nil
+	}
+	if servers != nil {
+		n.servers = e.miscounted(r, servers)
+	}
+	return n, nil
+}
+
+// miscounted returns the virtual servers that have another number of real servers than is known, or are missing or unexpected.
+func (e *engine) miscounted(r *reading, have map[ipvs.ServerID]int) set.Set[ipvs.ServerID] {
+	out := set.Set[ipvs.ServerID]{}
+	for id, v := range r.known.servers {
+		if n, is := have[id]; !is || n != len(v.realServers) {
+			out.Insert(id)
+		}
+	}
+	for id := range have {
+		if r.known.servers[id] == nil && !r.marks.foreign(id, e.exclude) {
+			out.Insert(id)
+		}
+	}
+	return out
+}
+
+// countAll counts what both families have, compares what seems to have been changed, and repairs what differs. It returns why everything
+// has to be compared; "" if that is not so.
+func (b *Backend) countAll(c counts) (why string) {
+	begin := time.Now()
+	var found drift.Found
+	var failed error
+	for _, e := range b.Engines {
+		of := c
+		if e.family != plan.IPv4 {
+			of = nil
+		}
+		n, err := e.count(of)
+		var some drift.Found
+		var again bool
+		if err == nil && (len(n.servers) > 0 || n.sets != [setCount]bool{}) {
+			some, again, err = e.compareNamed(n)
+		}
+		if found = append(found, some...); err != nil {
+			failed, why = err, err.Error()
+		} else if again {
+			why = fmt.Sprintf("another program has changed virtual servers or sets (%s)", e.family)
+		}
+	}
+	if b.Compared != nil && len(found) > 0 {
+		b.Compared(drift.Report{Found: found, Took: time.Since(begin), Err: failed})
+	}
+	return why
+}
+
+// compareNamed compares some virtual servers and sets with the kernel, and repairs what differs. It reports whether everything has to be
+// compared.
+func (e *engine) compareNamed(n named) (found drift.Found, again bool, err error) {
+	r := e.beginReading()
+	if r == nil { // The next sync compares everything.
+		return nil, false, nil
+	}
+	defer e.endReading(r)
+	if r.partial || len(n.servers) > mostBeside || n.sets[setVIPs] { // The entries of this one follow the addresses.
+		return nil, true, nil
+	}
+	now := newActual()
+	if again, err := e.readNamed(n, now); again || err != nil {
+		return nil, true, err
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	s := newTouched()
+	e.suspectMembers(s, r.known, now, e.pausing(r))
+	if !e.valid(r) {
+		return nil, false, nil
+	}
+	if n.servers != nil {
+		s.servers = n.servers
+	}
+	e.forgetChanged(s, r)
+	if len(s.members) > mostBeside {
+		return nil, true, nil
+	}
+	if found, err = e.recheck(s, now); err != nil {
+		e.desired, e.rest = nil, nil
+	}
+	return found, false, err
+}
+
+// readNamed reads sets. It reports whether one was gone or had other properties.
+func (e *engine) readNamed(n named, now *actual) (again bool, err error) {
+	if n.sets == [setCount]bool{} {
+		return false, nil
+	}
+	kernel, closeAll, err := e.machine.reader()
+	if err != nil {
+		return true, err
+	}
+	defer closeAll()
+	for id, is := range n.sets {
+		if !is {
+			continue
+		}
+		if made, err := e.machine.sets.Ensure(setOf(setID(id), e.family)); made || err != nil {
+			return true, err
+		}
+		if err := now.readSet(kernel.sets, setID(id), e.family); err != nil {
+			return true, err
+		}
+	}
+	return false, nil
+}

@@ -1,0 +1,136 @@
+package ipvs
+
+import (
+	"errors"
+	"maps"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"nodeproxy/kernel/drift"
+	"nodeproxy/kernel/ipset"
+	"nodeproxy/kernel/ipvs"
+	"nodeproxy/plan"
+)
+
+// fakeCounts counts what there is of a fakeKernel, and calls during before that.
+type fakeCounts struct {
+	*fakeKernel
+	during func()
+}
+
+func (c fakeCounts) Read(each func(id ipvs.ServerID, realServers int)) error {
+	if c.during != nil {
+		c.during()
+	}
+	for id, v := range c.virtual {
+		each(id, len(v.RealServers))
+	}
+	return c.call("count")
+}
+
+// counting is a backend over a kernel with large(3), the virtual servers of which are there in order, and its last report.
+func counting(t *testing.T) (b *Backend, e *engine, k *fakeKernel, p *plan.Plan, ids []ipvs.ServerID, last *drift.Report) {
+	e, k = fakeEngine(plan.IPv4, testOptions)
+	e.exclude = []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}
+	b, p, last = &Backend{}, large(3), &drift.Report{}
+	b.Engines, b.Compared = []*engine{e}, func(r drift.Report) { *last = r }
+	require.Empty(t, b.countAll(fakeCounts{k, nil}), "nothing is known, and the next sync compares everything")
+	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
+	return b, e, k, p, slices.SortedFunc(maps.Keys(k.virtual), compareServers), last
+}
+
+// TestCount: what another program adds or removes is found by counting and is repaired, and nothing else is looked at. A virtual server that
+// belongs to another program is not touched. Whatever only everything shows leads to a comparison of everything.
+func TestCount(t *testing.T) {
+	t.Parallel()
+	b, e, k, p, ids, last := counting(t)
+	c, want := fakeCounts{k, nil}, k.text()
+	for _, f := range faults {
+		if !strings.HasSuffix(f.name, "removed") && !strings.HasSuffix(f.name, "added") || strings.Contains(f.name, "address") {
+			continue // Numbers do not show it, or others notice it.
+		}
+		f.do(k, ids[0])
+		*last = drift.Report{}
+		why := b.countAll(c)
+		if strings.Contains(f.want, "KUBE-IPVS-IPS") {
+			require.NotEmpty(t, why)
+			require.False(t, b.Compare(t.Context()))
+		} else if why != "" || len(last.Found) != 1 || !strings.Contains(last.Found.Words(1), f.want) {
+			t.Errorf("%s: %q, found %s; want %s", f.name, why, last.Found.Words(5), f.want)
+		}
+		if k.text() != want {
+			t.Errorf("%s: it is not as before:\n%s\nwant\n%s", f.name, k.text(), want)
+		}
+	}
+	foreign := *k.virtual[ids[0]]
+	foreign.ID.Addr = netip.MustParseAddr("192.0.2.1")
+	k.virtual[foreign.ID] = &foreign
+	k.calls, *last = nil, drift.Report{}
+	if why := b.countAll(c); why != "" || len(last.Found) > 0 || !slices.Equal(k.calls, []string{"count"}) {
+		t.Errorf("another's virtual server: %q, found %s, calls %q", why, last.Found.Words(5), k.calls)
+	}
+	delete(k.virtual, ids[0]) // As many as before.
+	if why := b.countAll(c); why != "" || len(last.Found) != 1 {
+		t.Errorf("another's virtual server in the place of ours: %q, found %s", why, last.Found.Words(5))
+	}
+	delete(k.set, "KUBE-CLUSTER-IP")
+	if b.countAll(c) == "" {
+		t.Error("a set is gone, and not everything is compared")
+	}
+	p.Partial = true
+	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
+	delete(k.virtual, ids[0])
+	if b.countAll(c) == "" {
+		t.Error("the plan is partial, and not everything is compared")
+	}
+}
+
+// TestCountFails: after an error nothing is known, and everything is compared.
+func TestCountFails(t *testing.T) {
+	t.Parallel()
+	b, e, k, _, ids, last := counting(t)
+	c := fakeCounts{k, nil}
+	k.fail = "count"
+	if b.countAll(c) == "" {
+		t.Error("counting failed, and not everything is compared")
+	}
+	delete(k.virtual, ids[0])
+	k.fail = "add server"
+	if b.countAll(c) == "" || e.desired != nil || !errors.Is(last.Err, errRefused) {
+		t.Errorf("the repair failed: %+v", *last)
+	}
+}
+
+// TestCountDuringChanges: what a sync changes while numbers, or a set, are read is no drift.
+func TestCountDuringChanges(t *testing.T) {
+	t.Parallel()
+	b, e, k, p, ids, last := counting(t)
+	gone := p.Sorted(plan.IPv4)
+	remove := func() {
+		key := gone[0].Key
+		gone = gone[1:]
+		p.Delete(key)
+		require.NoError(t, e.Sync(t.Context(), p, plan.Only(plan.Keys{key: {}})))
+	}
+	if why := b.countAll(fakeCounts{k, remove}); why != "" || len(gone) != 1 || len(last.Found) > 0 {
+		t.Errorf("%q, found %s; %d are left", why, last.Found.Words(5), len(gone))
+	}
+	other := ipset.Entry{Addr: netip.MustParseAddr("192.0.2.5"), Protocol: plan.TCP, Port: 80}
+	k.set["KUBE-CLUSTER-IP"][other] = other
+	n := 0
+	beside(e, k, func() {
+		if n++; n == 2 { // The first part has been read.
+			remove()
+		}
+	})
+	if why := b.countAll(fakeCounts{k, nil}); why != "" || len(last.Found) != 1 || len(k.set["KUBE-CLUSTER-IP"]) != 0 || len(e.readings) > 0 {
+		t.Errorf("%q, found %s, entries %v", why, last.Found.Words(5), k.set["KUBE-CLUSTER-IP"])
+	}
+	if k.virtual[ids[2]] != nil {
+		t.Error("what a sync has removed is there again")
+	}
+}
