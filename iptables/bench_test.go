@@ -25,10 +25,7 @@ func BenchmarkRender10k(b *testing.B) {
 // BenchmarkUpdateOneOf10k computes, without writing it, what one service's new endpoints change among 10,000.
 func BenchmarkUpdateOneOf10k(b *testing.B) {
 	p := plantest.Large(10000, 2)
-	r := newRules(p, plan.IPv4, testOptions)
-	for _, sp := range p.Sorted(plan.IPv4) {
-		r.enter(sp)
-	}
+	r := rulesOf(p, plan.IPv4, testOptions)
 	b.ReportAllocs()
 	i := 0
 	for b.Loop() {

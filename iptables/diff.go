@@ -10,10 +10,7 @@ import (
 
 // Desired returns what a sync of everything makes of the tables of a family, but for the guard of KUBE-FIREWALL: see WithGuard.
 func Desired(p *plan.Plan, f plan.Family, o Options) xtables.Desired {
-	r := newRules(p, f, o)
-	for _, sp := range p.Sorted(f) {
-		r.enter(sp)
-	}
+	r := rulesOf(p, f, o)
 	d := r.desired()
 	d.Jumps, d.StaleJump = jumps(r.localnet()), ofOtherMode
 	d.Stale = func(t names.Table, name string) bool { return names.OfService(name) || ofOtherMode(t, name) }

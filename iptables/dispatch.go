@@ -67,7 +67,7 @@ var protocolOfDigit = [...]plan.Protocol{plan.TCP, plan.UDP, plan.SCTP}
 
 // keyOf makes the key of a frontend: the address, if it has one, then protocol and port.
 func keyOf(f plan.Frontend) key {
-	var k []byte
+	k := make([]byte, 0, 2*16+1+portDigits)
 	if f.Addr.IsValid() {
 		for _, octet := range f.Addr.AsSlice() {
 			k = append(k, octet>>4, octet&0xf)
@@ -90,6 +90,9 @@ type dispatch struct {
 	head   []string
 	root   *trie
 	tail   []string
+	made   func(key, origin) []string // makes the rules of an entry
+	known  map[*trie][]string         // those that have been made already; nil if none will be needed again
+	rule   xtables.Rule               // the one that is being built
 }
 
 // A subtree is a trie that becomes a chain, and how many chains deep the tree from that one on may be. Where this is less than
@@ -100,7 +103,7 @@ type subtree struct {
 	levels int
 }
 
-func subtreeOf(t *trie, levels int) subtree { return subtree{t, min(levels, t.levels)} }
+func subtreeOf(t *trie, levels int) subtree { return subtree{t, min(levels, int(t.levels))} }
 
 // parts calls branch for every trie that becomes a chain below that of an inner subtree, and inline for those whose entries
 // stand in the subtree's own chain.
@@ -110,7 +113,7 @@ func subtreeOf(t *trie, levels int) subtree { return subtree{t, min(levels, t.le
 // leads to has less than half of its entries. The comparison is by powers of two, so that one entry more or less seldom
 // moves anything else. With one level left there is nothing but entries.
 func (n subtree) parts(branch func(subtree), inline func(*trie)) {
-	wide := n.levels < n.trie.levels
+	wide := n.levels < int(n.trie.levels)
 	var expand func(*trie)
 	expand = func(t *trie) {
 		for _, kid := range t.kids {
@@ -144,11 +147,10 @@ func (d *dispatch) top() []subtree {
 	return []subtree{subtreeOf(d.root, d.place.levels())}
 }
 
-// chains are the dispatcher's chain and all below it, those below first.
-func (d *dispatch) chains() []xtables.Chain {
-	var out []xtables.Chain
-	d.walk(func(n subtree) { out = append(out, d.chain(n)) })
-	return append(out, d.rootChain())
+// chains calls do for the dispatcher's chain and all below it, those below first.
+func (d *dispatch) chains(do func(xtables.Chain)) {
+	d.walk(func(n subtree) { do(d.chain(n)) })
+	do(d.rootChain())
 }
 
 // walk calls visit for all subtrees, those below first.
@@ -174,15 +176,44 @@ func (d *dispatch) chain(n subtree) xtables.Chain {
 	return xtables.Chain{Table: d.place.table, Name: d.name(n.prefix), Rules: d.rules(n)}
 }
 
-func (d *dispatch) rules(n subtree) []string {
-	if !inner(n.trie) {
-		return n.list(nil)
+// lines are what the chain of a subtree has rules for, in their order.
+func (n subtree) lines() []line {
+	out := make([]line, 0, 2*maxFlat)
+	list := func(t *trie) { t.entries(func(e *trie) { out = append(out, line{e.prefix, e}) }) }
+	if inner(n.trie) {
+		n.parts(func(kid subtree) { out = append(out, line{kid.prefix, nil}) }, list)
+	} else {
+		list(n.trie)
 	}
-	var out []string
-	n.parts(
-		func(kid subtree) { out = append(out, d.match(kid.prefix).GoTo(d.name(kid.prefix))) },
-		func(t *trie) { out = t.list(out) })
 	return out
+}
+
+// line is an entry or, where that is nil, the chain for all keys with a prefix.
+type line struct {
+	prefix key
+	entry  *trie
+}
+
+func (d *dispatch) rules(n subtree) []string {
+	var out []string
+	for _, l := range n.lines() {
+		if l.entry != nil {
+			out = append(out, d.entryRules(l.entry)...)
+		} else {
+			out = append(out, d.match(l.prefix).GoTo(d.name(l.prefix)))
+		}
+	}
+	return out
+}
+
+func (d *dispatch) entryRules(e *trie) []string {
+	rules, known := d.known[e]
+	if !known {
+		if rules = d.made(e.prefix, e.from); d.known != nil {
+			d.known[e] = rules
+		}
+	}
+	return rules
 }
 
 // rootChain is the dispatcher's own chain. It jumps where chains below go to: a packet that nothing below recognises
@@ -192,7 +223,7 @@ func (d *dispatch) rootChain() xtables.Chain {
 	switch {
 	case d.root == nil:
 	case !inner(d.root):
-		rules = d.root.list(nil)
+		rules = d.rules(subtree{d.root, 1})
 	default:
 		rules = append(rules, d.match(d.root.prefix).Jump(d.name(d.root.prefix)))
 	}
@@ -205,6 +236,8 @@ func (d *dispatch) rootChain() xtables.Chain {
 // rest as it was. What the two share is not looked at.
 func changes(from, to *dispatch) []xtables.Change {
 	var out []xtables.Change
+	from.known = map[*trie][]string{}
+	to.known = from.known
 	write := func(old, now xtables.Chain) {
 		if !slices.Equal(old.Rules, now.Rules) {
 			out = append(out, xtables.Change{Op: xtables.Write, Table: now.Table, Chain: now.Name, Rules: now.Rules,
@@ -236,7 +269,7 @@ func changes(from, to *dispatch) []xtables.Change {
 			out = append(out, removal(to.chain(b)))
 		case b.trie == nil:
 			out = append(out, xtables.WriteChain(to.chain(a)))
-		default:
+		case !slices.Equal(b.lines(), a.lines()):
 			write(to.chain(b), to.chain(a))
 		}
 		before, after = slices.Concat(b.below(), before), slices.Concat(a.below(), after)
@@ -289,10 +322,16 @@ func (d *dispatch) split(prefix key) (addrs netip.Prefix, proto plan.Protocol, f
 	return addrs, proto, first, last
 }
 
+// frontend is that of an entry, without its kind.
+func (d *dispatch) frontend(k key) plan.Frontend {
+	addrs, proto, port, _ := d.split(k)
+	return plan.Frontend{Addr: addrs.Addr(), Protocol: proto, Port: port}
+}
+
 // match begins a rule for all keys with a prefix.
 func (d *dispatch) match(prefix key) *xtables.Rule {
 	addrs, proto, first, last := d.split(prefix)
-	r := xtables.NewRule()
+	r := d.rule.Begin()
 	if addrs.IsValid() && addrs.Bits() > 0 {
 		r.Dst(addrs)
 	}
@@ -309,20 +348,20 @@ func (d *dispatch) match(prefix key) *xtables.Rule {
 // KUBE-EXT-tcp:30000-30255), else a hash of what would be.
 func (d *dispatch) name(prefix key) string {
 	addrs, proto, first, last := d.split(prefix)
-	text := "any"
+	name := append(make([]byte, 0, 80), d.place.prefix...)
 	if addrs.IsValid() {
-		text = addrs.String()
+		name = addrs.AppendTo(name)
 	}
-	if proto != "" {
-		if addrs.IsValid() {
-			text += ":"
-		} else {
-			text = ""
-		}
-		text += fmt.Sprintf("%s:%d-%d", proto.Lower(), first, last)
+	switch {
+	case proto != "" && addrs.IsValid():
+		name = fmt.Appendf(name, ":%s:%d-%d", proto.Lower(), first, last)
+	case proto != "":
+		name = fmt.Appendf(name, "%s:%d-%d", proto.Lower(), first, last)
+	case !addrs.IsValid():
+		name = append(name, "any"...)
 	}
-	if name := d.place.prefix + text; len(name) <= names.MaxChainName {
-		return name
+	if len(name) <= names.MaxChainName {
+		return string(name)
 	}
-	return d.place.prefix + hashName("dispatch "+text)
+	return d.place.prefix + hashName("dispatch "+string(name[len(d.place.prefix):]))
 }

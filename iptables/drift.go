@@ -1,7 +1,6 @@
 package iptables
 
 import (
-	"maps"
 	"slices"
 
 	"nodeproxy/kernel/drift"
@@ -27,8 +26,9 @@ func (r *rules) desired() xtables.Desired {
 		Jumps: jumps(false), // without those to KUBE-FIREWALL
 		Stale: func(_ names.Table, name string) bool { return names.OfService(name) },
 	}
-	for _, k := range slices.SortedFunc(maps.Keys(r.services), plan.Key.Compare) {
-		d.Chains = append(d.Chains, r.inForce(r.services[k]).chains...)
+	inOrder := func(a, b *plan.ServicePort) int { return a.Key.Compare(b.Key) }
+	for _, sp := range slices.SortedFunc(r.services.All(), inOrder) {
+		d.Chains = append(d.Chains, r.inForce(sp).chains...)
 	}
 	d.Chains = append(d.Chains, r.kept.own()...)
 	d.Chains = append(d.Chains, r.fixed()...)

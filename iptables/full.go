@@ -22,10 +22,12 @@ var tables = []names.Table{names.Filter, names.NAT}
 // syncAll reads what the kernel holds, and writes what differs from the plan: first what nothing leads to yet, then what
 // leads to it, and removes at last what nothing wants any more.
 func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
-	f := &fullSync{engine: e, ctx: ctx, actual: map[names.Table]xtables.Content{}, rules: newRules(p, e.family, e.options), wanted: map[tableChainName]bool{}}
+	f := &fullSync{engine: e, ctx: ctx, actual: map[names.Table]xtables.Content{}, rules: rulesOf(p, e.family, e.options),
+		wanted: map[tableChainName]bool{}}
 	var err error
+	known := xtables.Desired{Chains: f.rules.fixed()}.Content() // On a node that has rules, many are as these are to be.
 	for _, t := range tables {
-		if f.actual[t], err = e.Kernel.Save(ctx, t); err != nil {
+		if f.actual[t], err = e.Kernel.Save(ctx, t, known[t]); err != nil {
 			return err
 		}
 	}
@@ -83,7 +85,7 @@ func (f *fullSync) run(p *plan.Plan) error {
 		options := f.engine.options
 		options.CompactAbove = 0
 		f.engine.setOptions(options)
-		f.rules = newRules(p, f.family, f.engine.options)
+		f.rules = rulesOf(p, f.family, f.engine.options)
 		if err := f.commonChains(); err != nil {
 			return err
 		}
@@ -155,7 +157,8 @@ func (f *fullSync) foundation(p *plan.Plan, services []*plan.ServicePort) error 
 		first := newRules(p, f.family, f.engine.options)
 		var chains []xtables.Chain
 		for _, sp := range services {
-			chains = append(chains, first.enter(sp)...)
+			first.enter(sp)
+			chains = append(chains, first.builder(sp).chains()...)
 		}
 		for _, c := range first.fixed() {
 			// What is there may serve more than the critical ones; it is not to serve less meanwhile.
@@ -192,7 +195,7 @@ func (f *fullSync) services(services []*plan.ServicePort) error {
 	var fresh []own
 	for _, sp := range services {
 		missing, other := own{sp: sp}, own{sp: sp}
-		chains := f.rules.enter(sp)
+		chains := f.rules.builder(sp).chains()
 		for _, c := range chains {
 			f.wanted[tableChainName{c.Table, c.Name}] = true
 		}

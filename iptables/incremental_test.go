@@ -205,7 +205,7 @@ func dumpTrie(t *trie) string {
 	for _, k := range t.kids {
 		kids = append(kids, dumpTrie(k))
 	}
-	return fmt.Sprintf("%q %q %d [%s]", t.prefix, t.rules, t.count, strings.Join(kids, " "))
+	return fmt.Sprintf("%q %q %d [%s]", t.prefix, t.from, t.count, strings.Join(kids, " "))
 }
 
 // TestNamesFit: no chain name is longer than iptables takes, and no two chains of a table have the same.

@@ -80,7 +80,8 @@ func readKept(actual map[names.Table]xtables.Content) *kept {
 		r := &entryReader{actual: actual[at.table], place: at, found: map[key][]string{}, seen: map[string]bool{}}
 		r.chain(at.chain)
 		for _, key := range slices.Sorted(maps.Keys(r.found)) {
-			k.entries = append(k.entries, entry{dispatcherID(id), key, strings.Join(r.found[key], "\n")})
+			rules := r.found[key]
+			k.entries = append(k.entries, entry{dispatcherID(id), key, rules, strings.Join(rules, "\n")})
 		}
 	}
 	for t, chains := range actual {
@@ -163,7 +164,7 @@ func (f *fullSync) enterKept() error {
 	k := &kept{chains: map[string][]string{}, forAll: f.engine.kept.forAll}
 	f.rules.kept = k
 	own := map[key]bool{}
-	for _, sp := range f.rules.services {
+	for sp := range f.rules.services.All() {
 		for _, front := range sp.Frontends {
 			own[keyOf(front)] = true
 		}
@@ -173,9 +174,9 @@ func (f *fullSync) enterKept() error {
 			continue
 		}
 		k.entries = append(k.entries, e)
-		f.rules.tries[e.dispatcher] = f.rules.tries[e.dispatcher].with(e.key, e.rules)
+		f.rules.tries[e.dispatcher] = f.rules.tries[e.dispatcher].with(e.key, e.from)
 		if places[e.dispatcher].table == names.NAT {
-			for rule := range strings.SplitSeq(e.rules, "\n") {
+			for _, rule := range e.rules {
 				f.keepChains(k, xtables.Target(rule))
 			}
 		}

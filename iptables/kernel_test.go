@@ -193,7 +193,7 @@ func TestChainInUse(t *testing.T) {
 		sync := func(change plan.Change) error { return e.Sync(t.Context(), p, change) }
 		require.NoError(t, sync(plan.Everything()))
 		name := ""
-		for _, c := range newRules(p, plan.IPv4, testOptions).enter(sp) {
+		for _, c := range newRules(p, plan.IPv4, testOptions).builder(sp).chains() {
 			if strings.HasPrefix(c.Name, "KUBE-SVC-") {
 				name = c.Name
 			}

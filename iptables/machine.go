@@ -12,14 +12,7 @@ import (
 // ServicePorts of near. A trace that leads to another ServicePort's own chains fails. Chains are only rendered when a packet
 // gets there, so that the cost is little more than that of a walk over the plan.
 func Machine(whole, near *plan.Plan, f plan.Family, o Options) (*packetsim.Machine, error) {
-	r := newRules(whole, f, o)
-	for k, sp := range whole.Services {
-		if k.Family == f {
-			for _, e := range r.entries(sp).out.entries {
-				r.tries[e.dispatcher] = r.tries[e.dispatcher].with(e.key, e.rules)
-			}
-		}
-	}
+	r := rulesOf(whole, f, o)
 	chains := map[tableChainName][]string{}
 	add := func(c xtables.Chain) { chains[tableChainName{c.Table, c.Name}] = c.Rules }
 	for _, list := range r.builtin() {
@@ -31,7 +24,7 @@ func Machine(whole, near *plan.Plan, f plan.Family, o Options) (*packetsim.Machi
 		add(c)
 	}
 	for _, sp := range near.Sorted(f) {
-		for _, c := range r.fragment(sp).chains {
+		for _, c := range r.builder(sp).chains() {
 			add(c)
 		}
 	}

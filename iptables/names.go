@@ -13,7 +13,7 @@ import (
 // hashName is 16 characters that stand for a text.
 func hashName(text string) string {
 	sum := sha256.Sum256([]byte(text))
-	return base32.StdEncoding.EncodeToString(sum[:])[:16]
+	return base32.StdEncoding.EncodeToString(sum[:10])
 }
 
 // serviceChain names a chain of a ServicePort.

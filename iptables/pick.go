@@ -19,18 +19,20 @@ const maxFlatEndpoints = 64
 func (b *builder) pick(endpoints []plan.Endpoint) []string {
 	rules := make([]string, 0, len(endpoints))
 	for i, ep := range endpoints {
-		r, target := xtables.NewRule(), ""
+		r := b.rule.Begin()
 		if b.direct {
 			r.Proto(b.sp.Key.Protocol)
-			target = "DNAT --to-destination " + ep.Addr.String()
 		} else {
-			target = endpointChain(b.sp.Key, ep.Addr)
 			r.Comment(b.toward(ep))
 		}
 		if left := len(endpoints) - i; left > 1 {
 			r.OneIn(1 / float64(left))
 		}
-		rules = append(rules, r.Jump(target))
+		if b.direct {
+			rules = append(rules, r.DNAT(ep.Addr))
+		} else {
+			rules = append(rules, r.Jump(endpointChain(b.sp.Key, ep.Addr)))
+		}
 	}
 	return rules
 }
@@ -52,7 +54,7 @@ func (b *builder) inlineRules(f plan.Frontend, endpoints []plan.Endpoint) []stri
 		if left := len(endpoints) - i; left > 1 {
 			r.OneIn(1 / float64(left))
 		}
-		rules = append(rules, r.Jump("DNAT --to-destination "+ep.Addr.String()))
+		rules = append(rules, r.DNAT(ep.Addr))
 		comment = ""
 	}
 	return rules

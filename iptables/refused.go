@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"maps"
 	"slices"
-	"strings"
 	"time"
 
 	"nodeproxy/kernel/names"
@@ -134,7 +133,7 @@ func (f *fullSync) doWithout(r *refusal) {
 	frag := f.rules.fragment(r.sp)
 	missing := func(c xtables.Chain) bool { _, exists := f.actual[names.NAT][c.Name]; return !exists }
 	leaves := r.entries || slices.ContainsFunc(frag.entries, func(e entry) bool {
-		return slices.ContainsFunc(frag.chains, func(c xtables.Chain) bool { return missing(c) && c.Name == xtables.Target(e.rules) })
+		return slices.ContainsFunc(frag.chains, func(c xtables.Chain) bool { return missing(c) && c.Name == e.target() })
 	})
 	for _, c := range frag.chains {
 		delete(f.wanted, tableChainName{c.Table, c.Name})
@@ -144,7 +143,7 @@ func (f *fullSync) doWithout(r *refusal) {
 	} else {
 		kept := fragment{entries: frag.entries}
 		for _, e := range frag.entries {
-			if to := xtables.Target(e.rules); f.actual[names.NAT][to] != nil {
+			if to := e.target(); f.actual[names.NAT][to] != nil {
 				f.keep(to, &kept)
 			}
 		}
@@ -177,11 +176,7 @@ const chainTrial = names.PrefixCluster + "TRIAL"
 // refuseEntries looks for the ServicePorts of which the kernel does not take the entries in dispatchers, and leaves them out. It
 // reports whether there are any.
 func (f *fullSync) refuseEntries() (bool, error) {
-	var all []*plan.ServicePort
-	for _, sp := range f.rules.services {
-		all = append(all, sp)
-	}
-	slices.SortFunc(all, func(a, b *plan.ServicePort) int { return a.Key.Compare(b.Key) })
+	all := slices.SortedFunc(f.rules.services.All(), func(a, b *plan.ServicePort) int { return a.Key.Compare(b.Key) })
 	before := len(f.refused)
 	search := xtables.Search[*plan.ServicePort]{Works: f.works, Try: f.trial, Refused: func(sp *plan.ServicePort, err error) {
 		f.refuse(sp, true, err)
@@ -199,7 +194,7 @@ func (f *fullSync) trial(services []*plan.ServicePort) error {
 	for _, sp := range services {
 		for _, e := range f.rules.fragment(sp).entries {
 			t := places[e.dispatcher].table
-			rules[t] = append(rules[t], strings.Split(e.rules, "\n")...)
+			rules[t] = append(rules[t], e.rules...)
 		}
 	}
 	var errs []error

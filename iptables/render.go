@@ -49,10 +49,10 @@ func render(prefixes []string, families ...map[names.Table][]xtables.Chain) stri
 // desired lists the chains of each table: built-in ones, with our rules in them, then those that are always there, then
 // the ServicePorts' own.
 func desired(p *plan.Plan, f plan.Family, o Options) map[names.Table][]xtables.Chain {
-	r := newRules(p, f, o)
+	r := rulesOf(p, f, o)
 	var own []xtables.Chain
 	for _, sp := range p.Sorted(f) {
-		own = append(own, r.enter(sp)...)
+		own = append(own, r.builder(sp).chains()...)
 	}
 	out := r.builtin()
 	for _, c := range append(r.fixed(), own...) {

@@ -19,7 +19,7 @@ type rules struct {
 	options  Options
 	settings plan.Settings
 	node     plan.Node
-	services map[plan.Key]*plan.ServicePort
+	services *plan.Ports
 	// endpoints is how many there are in all, and compact the form that follows from it.
 	endpoints int
 	compact   bool
@@ -42,7 +42,7 @@ type tries [dispatchers]*trie
 // newRules returns the rules for a plan in which no ServicePort has been entered yet.
 func newRules(p *plan.Plan, f plan.Family, o Options) *rules {
 	r := &rules{
-		family: f, options: o, settings: p.Settings, node: p.Node, services: map[plan.Key]*plan.ServicePort{},
+		family: f, options: o, settings: p.Settings, node: p.Node, services: plan.NewPorts(),
 		spared: map[plan.Key]fragment{}, left: map[plan.Key]*plan.ServicePort{},
 	}
 	for k, sp := range p.Services {
@@ -103,7 +103,7 @@ func endpointCount(sp *plan.ServicePort) int {
 func (r *rules) outgrown(p *plan.Plan, changed plan.Keys) bool {
 	for k := range changed {
 		if k.Family == r.family {
-			before := cmp.Or(r.services[k], r.left[k])
+			before := cmp.Or(r.services.Get(k), r.left[k])
 			r.endpoints += endpointCount(p.Services[k]) - endpointCount(before)
 			r.externals += r.externalsOf(p.Services[k]) - r.externalsOf(before)
 		}
@@ -120,21 +120,30 @@ func (r *rules) form() common.Form {
 	return f
 }
 
-// enter adds a ServicePort that was not there before, and returns the chains of its own.
-func (r *rules) enter(sp *plan.ServicePort) []xtables.Chain {
-	frag := r.fragment(sp)
-	r.services[sp.Key] = sp
-	for _, e := range frag.entries {
-		r.tries[e.dispatcher] = r.tries[e.dispatcher].with(e.key, e.rules)
+// rulesOf returns the rules for a plan.
+func rulesOf(p *plan.Plan, f plan.Family, o Options) *rules {
+	r := newRules(p, f, o)
+	for k, sp := range p.Services {
+		if k.Family == f {
+			r.enter(sp)
+		}
 	}
-	return frag.chains
+	return r
+}
+
+// enter adds a ServicePort that was not there before.
+func (r *rules) enter(sp *plan.ServicePort) {
+	r.services.Put(sp)
+	for _, e := range r.builder(sp).entries() {
+		r.tries[e.dispatcher] = r.tries[e.dispatcher].with(e.key, e.from)
+	}
 }
 
 // leave takes a ServicePort out again.
 func (r *rules) leave(sp *plan.ServicePort) {
-	delete(r.services, sp.Key)
+	r.services.Delete(sp.Key)
 	r.left[sp.Key] = sp
-	for _, e := range r.fragment(sp).entries {
+	for _, e := range r.builder(sp).entries() {
 		r.tries[e.dispatcher] = r.tries[e.dispatcher].without(e.key)
 	}
 }
@@ -145,6 +154,8 @@ func (r *rules) localnet() bool { return r.settings.LocalhostReachable(r.family)
 // dispatcher is the content of a dispatcher, given the entries of all.
 func (r *rules) dispatcher(id dispatcherID, t *tries) *dispatch {
 	d := &dispatch{place: places[id], family: r.family, root: t[id]}
+	b := r.newBuilder()
+	d.made = func(k key, from origin) []string { return b.rulesAt(id, d.frontend(k), from) }
 	// What leads nowhere is left out: these rules are asked for every new connection.
 	refusals := t[filterExternal] != nil || t[filterExternalNodePorts] != nil
 	switch {
@@ -206,13 +217,18 @@ var dispatcherOrder = [dispatchers]dispatcherID{
 // fixed are all chains that are not a ServicePort's own, those that others lead to first.
 func (r *rules) fixed() []xtables.Chain {
 	var out []xtables.Chain
+	r.eachFixed(func(c xtables.Chain) { out = append(out, c) })
+	return out
+}
+
+// eachFixed calls do for each of the chains that fixed returns, so that not all of their rules are there at once.
+func (r *rules) eachFixed(do func(xtables.Chain)) {
 	for _, c := range r.common() {
-		out = append(out, r.kept.around(c))
+		do(r.kept.around(c))
 	}
 	for _, id := range dispatcherOrder {
-		out = append(out, r.dispatcher(id, &r.tries).chains()...)
+		r.dispatcher(id, &r.tries).chains(do)
 	}
-	return out
 }
 
 // common are the chains that depend on no frontend.
@@ -228,7 +244,7 @@ func (r *rules) common() []xtables.Chain {
 func (r *rules) update(p *plan.Plan, changed plan.Keys) [][]xtables.Change {
 	var gaining, others []*transition
 	for _, k := range changed.Sorted(r.family) {
-		t := r.transition(r.services[k], p.Services[k])
+		t := r.transition(r.services.Get(k), p.Services[k])
 		if t.losesFilter && !t.getsFilter {
 			gaining = append(gaining, t)
 		} else {
@@ -237,9 +253,9 @@ func (r *rules) update(p *plan.Plan, changed plan.Keys) [][]xtables.Change {
 		delete(r.spared, k)
 		delete(r.left, k)
 		if sp := p.Services[k]; sp != nil {
-			r.services[k] = sp
+			r.services.Put(sp)
 		} else {
-			delete(r.services, k)
+			r.services.Delete(k)
 		}
 	}
 	return [][]xtables.Change{
@@ -295,7 +311,7 @@ func (r *rules) step(in names.Table, transitions []*transition) []xtables.Change
 	for _, t := range transitions {
 		for _, e := range t.old.entries {
 			// In a step before, the frontend may have got another owner, whose entry is not to go.
-			if places[e.dispatcher].table == in && r.tries[e.dispatcher].at(e.key) == e.rules {
+			if places[e.dispatcher].table == in && r.tries[e.dispatcher].at(e.key) == e.from {
 				r.tries[e.dispatcher] = r.tries[e.dispatcher].without(e.key)
 			}
 		}
@@ -303,7 +319,7 @@ func (r *rules) step(in names.Table, transitions []*transition) []xtables.Change
 	for _, t := range transitions {
 		for _, e := range t.new.entries {
 			if places[e.dispatcher].table == in {
-				r.tries[e.dispatcher] = r.tries[e.dispatcher].with(e.key, e.rules)
+				r.tries[e.dispatcher] = r.tries[e.dispatcher].with(e.key, e.from)
 			}
 		}
 		if in == names.NAT {

@@ -21,12 +21,20 @@ type fragment struct {
 	entries []entry
 }
 
-// entry is what stands in a dispatcher at a key that no other ServicePort has: a rule, or several with a newline between them.
+// entry is what stands in a dispatcher at a key that no other ServicePort has.
 type entry struct {
 	dispatcher dispatcherID
 	key        key
-	rules      string
+	rules      []string
+	from       origin
 }
+
+// target is where the last rule leads.
+func (e entry) target() string { return xtables.Target(e.rules[len(e.rules)-1]) }
+
+// origin is where the rules of an entry come from: the *plan.ServicePort that they are made of when they are needed, or, of one that is not
+// known, the rules themselves as a string, with newlines between them. Origins of different rules differ.
+type origin any
 
 // builder makes the fragment of one ServicePort.
 type builder struct {
@@ -38,7 +46,9 @@ type builder struct {
 	direct   bool           // endpoints have no chains of their own
 	inline   bool           // and the ServicePort has none either
 	ranges   []netip.Prefix // of cluster IPs that a rule for all masquerades
-	out      fragment
+	options  Options
+	rule     xtables.Rule // the one that is being built
+	made     fragment
 }
 
 // fragment is what a ServicePort contributes; nothing, if it is nil.
@@ -46,37 +56,57 @@ func (r *rules) fragment(sp *plan.ServicePort) fragment {
 	if sp == nil {
 		return fragment{}
 	}
-	b := r.entries(sp)
-	b.chains()
-	return b.out
+	b := r.builder(sp)
+	return fragment{chains: b.chains(), entries: b.entries()}
 }
 
-// entries returns the builder of a ServicePort, which has made the entries in dispatchers.
-func (r *rules) entries(sp *plan.ServicePort) *builder {
-	b := r.builder(sp)
-	// Affinity needs the chains: an endpoint's chain remembers the client.
-	b.direct = r.compact && sp.Affinity == 0
-	b.inline = b.direct && !r.options.KeepCounters && !sp.HasExternal() &&
-		len(sp.ForPolicy(sp.InternalPolicy)) <= maxInlineEndpoints
-	for _, f := range sp.Frontends {
-		switch f.Kind {
-		case plan.ClusterIP:
-			b.clusterIP(f)
-		case plan.LoadBalancerIP, plan.ExternalIP, plan.NodePort:
-			b.external(f)
-		case plan.HealthCheckNodePort:
-			r := xtables.NewRule().Proto(f.Protocol).Comment(b.name+" health check node port").Port(f.Protocol, f.Port)
-			b.entry(filterNodePorts, f, r.Jump("ACCEPT"))
+// entries makes the entries in dispatchers.
+func (b *builder) entries() []entry {
+	for _, f := range b.sp.Frontends {
+		b.frontend(f)
+	}
+	return b.made.entries
+}
+
+// frontend makes the entries for a frontend.
+func (b *builder) frontend(f plan.Frontend) {
+	switch f.Kind {
+	case plan.ClusterIP:
+		b.clusterIP(f)
+	case plan.LoadBalancerIP, plan.ExternalIP, plan.NodePort:
+		b.external(f)
+	case plan.HealthCheckNodePort:
+		r := xtables.NewRule().Proto(f.Protocol).Comment(b.name+" health check node port").Port(f.Protocol, f.Port)
+		b.entry(filterNodePorts, f, r.Jump("ACCEPT"))
+	}
+}
+
+// rulesAt returns the rules of an entry of a dispatcher for a frontend, whose Kind is not set.
+func (b *builder) rulesAt(id dispatcherID, f plan.Frontend, from origin) []string {
+	sp, is := from.(*plan.ServicePort)
+	if !is {
+		return strings.Split(from.(string), "\n")
+	}
+	b.of(sp)
+	for f.Kind = plan.ClusterIP; f.Kind <= plan.HealthCheckNodePort; f.Kind++ {
+		if sp.Has(f) {
+			b.frontend(f)
 		}
 	}
-	return b
+	var rules []string
+	for _, e := range b.made.entries {
+		if e.dispatcher == id {
+			rules = e.rules
+		}
+	}
+	return rules
 }
 
 // chains makes the chains of the ServicePort's own.
-func (b *builder) chains() {
+func (b *builder) chains() []xtables.Chain {
 	sp := b.sp
 	if !sp.Any || b.inline {
-		return
+		return nil
 	}
 	if b.limited() {
 		b.firewallChain()
@@ -91,23 +121,37 @@ func (b *builder) chains() {
 			b.endpointChain(ep)
 		}
 	}
+	return b.made.chains
 }
 
-func (r *rules) builder(sp *plan.ServicePort) *builder {
-	return &builder{sp: sp, settings: &r.settings, node: &r.node, name: sp.Key.PortName(), compact: r.compact, ranges: r.ranges}
+func (r *rules) builder(sp *plan.ServicePort) *builder { return r.newBuilder().of(sp) }
+
+// newBuilder returns a builder that is of no ServicePort yet.
+func (r *rules) newBuilder() *builder {
+	return &builder{settings: &r.settings, node: &r.node, compact: r.compact, ranges: r.ranges, options: r.options}
+}
+
+// of makes b the builder of a ServicePort. Entries that it has made before are overwritten, but not their rules.
+func (b *builder) of(sp *plan.ServicePort) *builder {
+	b.sp, b.name, b.made = sp, sp.Key.PortName(), fragment{entries: b.made.entries[:0]}
+	// Affinity needs the chains: an endpoint's chain remembers the client.
+	b.direct = b.compact && sp.Affinity == 0
+	b.inline = b.direct && !b.options.KeepCounters && !sp.HasExternal() &&
+		len(sp.ForPolicy(sp.InternalPolicy)) <= maxInlineEndpoints
+	return b
 }
 
 func (b *builder) entry(d dispatcherID, f plan.Frontend, rules ...string) {
-	b.out.entries = append(b.out.entries, entry{dispatcher: d, key: keyOf(f), rules: strings.Join(rules, "\n")})
+	b.made.entries = append(b.made.entries, entry{dispatcher: d, key: keyOf(f), rules: rules, from: b.sp})
 }
 
 func (b *builder) chain(name string, rules ...string) {
-	b.out.chains = append(b.out.chains, xtables.Chain{Table: names.NAT, Name: name, Rules: rules})
+	b.made.chains = append(b.made.chains, xtables.Chain{Table: names.NAT, Name: name, Rules: rules})
 }
 
 // at begins a rule for traffic to a frontend, with a comment unless that is empty.
 func (b *builder) at(f plan.Frontend, comment string) *xtables.Rule {
-	r := xtables.NewRule()
+	r := b.rule.Begin()
 	if f.Addr.IsValid() {
 		r.DstIP(f.Addr)
 	}
@@ -268,8 +312,8 @@ func (b *builder) masqueradeClusterIP(f plan.Frontend) string {
 
 // masquerade is masqueradeClusterIP for a chain that nothing but the cluster IP leads to, if sole is true.
 func (b *builder) masquerade(f plan.Frontend, sole bool) string {
-	d := b.settings.DetectLocal
-	r := xtables.NewRule()
+	d := &b.settings.DetectLocal
+	r := b.rule.Begin()
 	switch {
 	case within(f.Addr, b.ranges):
 		return ""
@@ -285,7 +329,7 @@ func (b *builder) masquerade(f plan.Frontend, sole bool) string {
 		r.DstIP(f.Addr)
 	}
 	if !b.settings.MasqueradeAll && !d.ByCIDR() {
-		r.Word("!").Word(common.PodInterface(d)...)
+		r.Word("!").Word(common.PodInterface(*d)...)
 	}
 	if sole {
 		return r.Jump(names.MarkMasq)
@@ -323,7 +367,7 @@ func (b *builder) policyChain(p plan.Policy) {
 	}
 	groups, chains := b.groups(p, endpoints)
 	b.chain(name, append(rules, groups...)...)
-	b.out.chains = append(b.out.chains, chains...)
+	b.made.chains = append(b.made.chains, chains...)
 }
 
 // toward is the comment of a rule that leads to an endpoint.
@@ -348,5 +392,5 @@ func (b *builder) endpointChain(ep plan.Endpoint) {
 	b.chain(endpointChain(b.sp.Key, ep.Addr),
 		// A client that is its own endpoint must not see an answer from itself: masquerade hairpin traffic.
 		xtables.NewRule().Src(xtables.Single(ep.Addr.Addr())).Comment(b.name).Jump(names.MarkMasq),
-		dnat.Word("-m", proto.Lower()).Jump("DNAT --to-destination "+ep.Addr.String()))
+		dnat.Word("-m", proto.Lower()).DNAT(ep.Addr))
 }

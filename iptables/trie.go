@@ -11,18 +11,18 @@ type key string
 // made from it, depends on the set of keys alone, not on the order in which they came.
 type trie struct {
 	prefix key     // what all keys below have in common; the whole key in an entry
-	rules  string  // of an entry, with newlines between them
+	from   origin  // of an entry
 	kids   []*trie // at least two, in order of the digit behind prefix; none in an entry
-	count  int     // entries below
+	count  int32   // entries below
 	// levels is how many chains deep the trie is if each inner trie becomes a chain of its own (dispatch.go).
-	levels int
+	levels int32
 }
 
 func (t *trie) isEntry() bool { return len(t.kids) == 0 }
 
 // with returns the trie with an entry at k, in place of the one there was.
-func (t *trie) with(k key, rules string) *trie {
-	entry := &trie{prefix: k, rules: rules, count: 1, levels: 1}
+func (t *trie) with(k key, from origin) *trie {
+	entry := &trie{prefix: k, from: from, count: 1, levels: 1}
 	if t == nil {
 		return entry
 	}
@@ -44,7 +44,7 @@ func (t *trie) with(k key, rules string) *trie {
 		return t.withKids(kids)
 	}
 	kids := append([]*trie(nil), t.kids...)
-	kids[i] = kids[i].with(k, rules)
+	kids[i] = kids[i].with(k, from)
 	return t.withKids(kids)
 }
 
@@ -76,19 +76,19 @@ func (t *trie) without(k key) *trie {
 	return t.withKids(kids)
 }
 
-// at returns the rules at k; empty if there are none.
-func (t *trie) at(k key) string {
+// at returns the origin of the entry at k; nil if there is none.
+func (t *trie) at(k key) origin {
 	for t != nil && strings.HasPrefix(string(k), string(t.prefix)) {
 		if t.isEntry() {
-			return t.rules
+			return t.from
 		}
 		i, found := t.kid(k)
 		if !found {
-			return ""
+			return nil
 		}
 		t = t.kids[i]
 	}
-	return ""
+	return nil
 }
 
 // kid finds the child for a key that has t's prefix, or where one would have to be put.
@@ -121,21 +121,17 @@ func parent(prefix key, kids []*trie) *trie {
 	return t
 }
 
-// list appends the rules of all entries in order of key.
-func (t *trie) list(out []string) []string {
+// entries calls visit for all entries in order of key.
+func (t *trie) entries(visit func(*trie)) {
 	switch {
 	case t == nil:
-		return out
 	case t.isEntry():
-		for rule := range strings.SplitSeq(t.rules, "\n") {
-			out = append(out, rule)
+		visit(t)
+	default:
+		for _, kid := range t.kids {
+			kid.entries(visit)
 		}
-		return out
 	}
-	for _, kid := range t.kids {
-		out = kid.list(out)
-	}
-	return out
 }
 
 func commonPrefix(a, b key) int {

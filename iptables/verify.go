@@ -66,8 +66,8 @@ func (r *rules) about(svc plan.Service) xtables.Desired {
 		}
 	}
 	add(r.dispatcher(natServices, &r.tries).rootChain()) // It leads to the node ports.
-	for k, sp := range r.services {
-		if k.Service != svc {
+	for sp := range r.services.All() {
+		if sp.Key.Service != svc {
 			continue
 		}
 		frag := r.inForce(sp)

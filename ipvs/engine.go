@@ -126,7 +126,7 @@ func (e *engine) Sync(ctx context.Context, p *plan.Plan, change plan.Change) err
 	defer e.mu.Unlock()
 	e.Compared, e.Found = false, nil
 	var err error
-	if change.All() || e.desired == nil || p.Partial && p.Adds(change.Keys(), e.family, e.desired.services) {
+	if change.All() || e.desired == nil || p.Partial && p.Adds(change.Keys(), e.family, e.desired.servicePort) {
 		err = e.syncAll(ctx, p)
 	} else {
 		t := e.desired.update(p, change.Keys(), e.mostAtOnce)

@@ -49,6 +49,9 @@ type touched struct {
 	behind map[netip.Addr]bool
 }
 
+// servicePort returns the ServicePort with a key; nil if there is none.
+func (s *state) servicePort(k plan.Key) *plan.ServicePort { return s.services[k] }
+
 func newTouched() *touched {
 	return &touched{servers: set.Set[ipvs.ServerID]{}, members: set.Set[member]{}, vips: set.Set[netip.Addr]{},
 		replaced: map[ipvs.ServerID]plan.Key{}}

@@ -85,7 +85,15 @@ const (
 )
 
 // Lower is the protocol's name as iptables and IANA spell it.
-func (p Protocol) Lower() string { return strings.ToLower(string(p)) }
+func (p Protocol) Lower() string {
+	switch p { // Nearly every rule has it.
+	case TCP:
+		return "tcp"
+	case UDP:
+		return "udp"
+	}
+	return strings.ToLower(string(p))
+}
 
 // Service names a Service.
 type Service struct {
@@ -413,10 +421,10 @@ func (p *Plan) Addresses(family Family) map[Address]bool {
 	return out
 }
 
-// Adds reports whether a change of these ServicePorts adds one of the family that was not among those before.
-func (p *Plan) Adds(changed Keys, family Family, before map[Key]*ServicePort) bool {
+// Adds reports whether a change of these ServicePorts adds one of the family that was not there before, where before returns nil.
+func (p *Plan) Adds(changed Keys, family Family, before func(Key) *ServicePort) bool {
 	for k := range changed {
-		if k.Family == family && p.Services[k] != nil && before[k] == nil {
+		if k.Family == family && p.Services[k] != nil && before(k) == nil {
 			return true
 		}
 	}

@@ -87,39 +87,56 @@ func (t Content) apply(c Change) {
 // changes at once.
 func input(steps [][]Change) string {
 	var out strings.Builder
+	size := 0
 	for _, step := range steps {
-		for len(step) > 0 {
-			t := step[0].Table
-			var these, others []Change
-			for _, c := range step {
-				if c.Table == t {
-					these = append(these, c)
-				} else {
-					others = append(others, c)
-				}
+		for _, c := range step {
+			size += c.size()
+		}
+	}
+	out.Grow(size)
+	for _, step := range steps {
+		var done []names.Table
+		for _, c := range step {
+			if !slices.Contains(done, c.Table) {
+				appendTable(&out, c.Table, step)
+				done = append(done, c.Table)
 			}
-			appendTable(&out, t, these)
-			step = others
 		}
 	}
 	return out.String()
 }
 
-// appendTable writes changes of one table. The line of a chain empties the chain if it exists and makes it if not; so chains to
-// be removed have one too, since only an empty chain can be removed. All other chains stay as they are.
+// size is about the length of a change in the input of iptables-restore.
+func (c Change) size() int {
+	n := len("-X :\n - [0:0]\n") + 2*len(c.Chain)
+	for _, r := range c.Rules {
+		n += len("-A  1 \n") + len(c.Chain) + len(r)
+	}
+	return n
+}
+
+// appendTable writes those of the changes that are of one table. The line of a chain empties the chain if it exists and makes it if not;
+// so chains to be removed have one too, since only an empty chain can be removed. All other chains stay as they are.
 func appendTable(out *strings.Builder, t names.Table, changes []Change) {
-	out.WriteString("*" + string(t) + "\n")
-	for _, c := range changes {
-		switch c.Op {
-		case Write, Empty, Remove:
-			out.WriteString(":" + c.Chain + " - [0:0]\n")
-		case Append:
-			if !c.Exists {
-				out.WriteString(":" + c.Chain + " - [0:0]\n")
+	put := func(words ...string) {
+		for _, w := range words {
+			out.WriteString(w)
+		}
+	}
+	each := func(do func(c Change)) {
+		for _, c := range changes {
+			if c.Table == t {
+				do(c)
 			}
 		}
 	}
-	for _, c := range changes {
+	put("*", string(t), "\n")
+	each(func(c Change) {
+		if c.Op == Write || c.Op == Empty || c.Op == Remove || c.Op == Append && !c.Exists {
+			put(":", c.Chain, " - [0:0]\n")
+		}
+	})
+	each(func(c Change) {
 		switch c.Op {
 		case Write, Append:
 			appendRules(out, "-A ", c)
@@ -127,16 +144,16 @@ func appendTable(out *strings.Builder, t names.Table, changes []Change) {
 			appendRules(out, "-D ", c)
 		case Insert:
 			for _, r := range c.Rules {
-				out.WriteString("-I " + c.Chain + " 1 " + r + "\n")
+				put("-I ", c.Chain, " 1 ", r, "\n")
 			}
 		}
-	}
-	for _, c := range changes {
+	})
+	each(func(c Change) {
 		if c.Op == Remove {
-			out.WriteString("-X " + c.Chain + "\n")
+			put("-X ", c.Chain, "\n")
 		}
-	}
-	out.WriteString("COMMIT\n")
+	})
+	put("COMMIT\n")
 }
 
 func appendRules(out *strings.Builder, command string, c Change) {

@@ -16,11 +16,11 @@ import (
 
 // Save reads a table from the kernel. What can't be read is an error: a table is never taken for empty because a program prints
 // nothing of it.
-func (t *Program) Save(ctx context.Context, tbl names.Table) (Content, error) {
+func (t *Program) Save(ctx context.Context, tbl names.Table, known ...Content) (Content, error) {
 	var content Content
 	var whole bool
 	err := t.read(ctx, t.SavePath, "", func(out io.Reader) (err error) {
-		content, whole, err = parseSave(out, tbl)
+		content, whole, err = parseSave(out, tbl, known...)
 		return err
 	}, "-t", string(tbl))
 	switch {
@@ -78,17 +78,18 @@ type Content map[string][]string
 
 // parseSave reads the output of iptables-save for one table, and reports whether the table is in it, from its first line to its
 // last. Lines that it does not know are passed over: they are not ours.
-func parseSave(in io.Reader, t names.Table) (content Content, whole bool, err error) {
+func parseSave(in io.Reader, t names.Table, known ...Content) (content Content, whole bool, err error) {
 	content = Content{}
-	begun := false
-	err = EachLine(in, func(line string) {
-		switch {
-		case line == "*"+string(t):
+	r := reader{content: content, known: known}
+	begun, first := false, "*"+string(t)
+	err = eachLine(in, func(line []byte) {
+		switch string(line) {
+		case first:
 			begun = true
-		case line == "COMMIT":
+		case "COMMIT":
 			whole = begun
 		default:
-			content.Add(line)
+			r.add(line)
 		}
 	})
 	return content, whole, err
@@ -96,10 +97,15 @@ func parseSave(in io.Reader, t names.Table) (content Content, whole bool, err er
 
 // EachLine calls do for each line that a program prints.
 func EachLine(in io.Reader, do func(line string)) error {
+	return eachLine(in, func(line []byte) { do(string(line)) })
+}
+
+// eachLine is EachLine for lines that are not kept: each is overwritten by the next one.
+func eachLine(in io.Reader, do func(line []byte)) error {
 	lines := bufio.NewScanner(in)
 	lines.Buffer(make([]byte, 64<<10), 1<<20)
 	for lines.Scan() {
-		do(lines.Text())
+		do(lines.Bytes())
 	}
 	if err := lines.Err(); err != nil {
 		return fmt.Errorf("reading its output: %w", err)
@@ -109,21 +115,68 @@ func EachLine(in io.Reader, do func(line string)) error {
 
 // Add adds a chain or rule, as iptables-save or iptables -S prints it.
 func (t Content) Add(line string) {
-	word, rest, _ := strings.Cut(line, " ")
+	r := reader{content: t}
+	r.add([]byte(line))
+}
+
+// A reader makes Content of lines. The rules of a table are nearly always known, so that what a line says is copied only where it is
+// not what known has at the same place: a chain that is as known has the rules of known, not copies of them.
+type reader struct {
+	content Content
+	known   []Content
+	chain   string   // of the latest rule
+	want    []string // its rules, as known
+	same    bool     // its rules so far are those with which want begins
+}
+
+// add adds a chain or rule.
+func (r *reader) add(line []byte) {
+	word, rest, _ := bytes.Cut(line, space)
 	switch {
-	case word == "-A":
-		name, body, _ := strings.Cut(rest, " ")
-		t[name] = append(t[name], withAddresses(body))
+	case string(word) == "-A":
+		name, body, _ := bytes.Cut(rest, space)
+		if string(name) != r.chain {
+			r.begin(string(name))
+		}
+		r.rule(body)
 		return
-	case strings.HasPrefix(word, ":"):
+	case bytes.HasPrefix(word, colon):
 		rest = word[1:]
-	case word != "-N" && word != "-P":
+	case string(word) != "-N" && string(word) != "-P":
 		return
 	}
-	name, _, _ := strings.Cut(rest, " ")
-	if _, seen := t[name]; !seen {
-		t[name] = nil
+	name, _, _ := bytes.Cut(rest, space)
+	if _, seen := r.content[string(name)]; !seen {
+		r.content[string(name)] = nil
 	}
+}
+
+var space, colon = []byte(" "), []byte(":")
+
+// begin makes a chain the one that rules are added to.
+func (r *reader) begin(chain string) {
+	r.chain, r.want, r.same = chain, nil, len(r.content[chain]) == 0
+	for _, k := range r.known {
+		if len(r.want) == 0 {
+			r.want = k[chain]
+		}
+	}
+}
+
+// rule adds a rule to the chain.
+func (r *reader) rule(body []byte) {
+	rules := r.content[r.chain]
+	n := len(rules)
+	switch known := n < len(r.want) && r.want[n] == string(body); {
+	case known && r.same:
+		rules = r.want[: n+1 : n+1] // What is appended later goes elsewhere.
+	case known:
+		rules = append(rules, r.want[n])
+	default:
+		r.same = false
+		rules = append(rules, withAddresses(string(body)))
+	}
+	r.content[r.chain] = rules
 }
 
 // withAddresses is a rule with its IPv6 addresses as Go prints them. The C library of the GNU project prints those of which

@@ -11,8 +11,8 @@ import (
 
 // Kernel is the tables of one family. Program implements it.
 type Kernel interface {
-	// Save reads a table.
-	Save(ctx context.Context, t names.Table) (Content, error)
+	// Save reads a table. Chains that are as in known share their rules with it.
+	Save(ctx context.Context, t names.Table, known ...Content) (Content, error)
 	// Restore makes the changes of an input of iptables-restore --noflush.
 	Restore(input string) error
 }

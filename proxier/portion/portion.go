@@ -13,16 +13,17 @@ import (
 // not safe for concurrent use.
 type Queue struct {
 	most int
-	// plan is what the backend has been given so far. It is always the same object.
-	plan *plan.Plan
-	// waiting are the ServicePorts that differ from plan, the longest waiting first; within is the same as a set.
+	// given is what the backend has been given so far. While that is not what is desired, it is also in plan, which is nil otherwise.
+	given *plan.Ports
+	plan  *plan.Plan
+	// waiting are the ServicePorts that differ from given, the longest waiting first; within is the same as a set.
 	waiting []plan.Key
 	within  plan.Keys
 	late    bool
 }
 
 // New returns a Queue whose portions write about most chains of rules per family; 0 for any number.
-func New(most int) *Queue { return &Queue{most: most, within: plan.Keys{}} }
+func New(most int) *Queue { return &Queue{most: most, given: plan.NewPorts(), within: plan.Keys{}} }
 
 // Waiting returns the number of changed ServicePorts that are left to later portions.
 func (q *Queue) Waiting() int { return len(q.waiting) }
@@ -39,10 +40,13 @@ func (q *Queue) Next(desired *plan.Plan, change plan.Change) (*plan.Plan, plan.C
 	}
 	q.late = false
 	if change.All() {
-		q.waiting = nil
+		q.waiting, q.plan = nil, nil
 		clear(q.within)
-		q.reset(desired)
-		return q.plan, change
+		q.given = plan.NewPorts()
+		for _, sp := range desired.Services {
+			q.given.Put(sp)
+		}
+		return desired, change
 	}
 	fresh := sorted(change.Keys(), desired)
 	if q.late = q.tooMany(fresh, desired); q.late {
@@ -53,13 +57,41 @@ func (q *Queue) Next(desired *plan.Plan, change plan.Change) (*plan.Plan, plan.C
 	q.waiting = slices.DeleteFunc(q.waiting, func(k plan.Key) bool { _, taken := now[k]; return taken })
 	for k := range now {
 		delete(q.within, k)
-		if sp := desired.Services[k]; sp != nil {
+		q.give(k, desired.Services[k])
+	}
+	return q.planFor(desired), plan.Only(now)
+}
+
+// give notes that the backend is given a ServicePort; nil if it is to have none with the key.
+func (q *Queue) give(k plan.Key, sp *plan.ServicePort) {
+	if sp != nil {
+		q.given.Put(sp)
+	} else {
+		q.given.Delete(k)
+	}
+	switch {
+	case q.plan == nil:
+	case sp != nil:
+		q.plan.Set(sp)
+	default:
+		q.plan.Delete(k)
+	}
+}
+
+// planFor returns what has been given as a plan: desired itself unless something waits.
+func (q *Queue) planFor(desired *plan.Plan) *plan.Plan {
+	if len(q.waiting) == 0 {
+		q.plan = nil
+		return desired
+	}
+	if q.plan == nil {
+		q.plan = plan.New(desired.Node, desired.Settings)
+		q.plan.Partial = desired.Partial
+		for sp := range q.given.All() {
 			q.plan.Set(sp)
-		} else {
-			q.plan.Delete(k)
 		}
 	}
-	return q.plan, plan.Only(now)
+	return q.plan
 }
 
 // sorted returns ServicePorts in the order in which they are programmed: first what a node needs before anything else works. The
@@ -123,26 +155,10 @@ func (q *Queue) choose(desired *plan.Plan, fresh []plan.Key) plan.Keys {
 	return keys
 }
 
-// reset makes the plan equal to all.
-func (q *Queue) reset(desired *plan.Plan) {
-	if q.plan == nil {
-		q.plan = plan.New(desired.Node, desired.Settings)
-	}
-	q.plan.Node, q.plan.Settings, q.plan.Partial = desired.Node, desired.Settings, desired.Partial
-	for k := range q.plan.Services {
-		if desired.Services[k] == nil {
-			q.plan.Delete(k)
-		}
-	}
-	for _, sp := range desired.Services {
-		q.plan.Set(sp)
-	}
-}
-
 // cost is about the number of chains of rules that a ServicePort's change writes or removes.
 func (q *Queue) cost(k plan.Key, desired *plan.Plan) int {
 	most := 0
-	for _, sp := range []*plan.ServicePort{q.plan.Services[k], desired.Services[k]} {
+	for _, sp := range []*plan.ServicePort{q.given.Get(k), desired.Services[k]} {
 		if sp != nil {
 			most = max(most, len(sp.All()))
 		}
@@ -173,7 +189,7 @@ func (q *Queue) moves(desired *plan.Plan, fresh []plan.Key) map[frontend][]plan.
 // moved returns the frontends that a ServicePort gains or loses.
 func (q *Queue) moved(k plan.Key, desired *plan.Plan) []frontend {
 	var out []frontend
-	before, after := q.plan.Services[k], desired.Services[k]
+	before, after := q.given.Get(k), desired.Services[k]
 	only := func(a, b *plan.ServicePort) {
 		if a == nil {
 			return

@@ -31,8 +31,8 @@ func TestPortions(t *testing.T) {
 			return out
 		}
 		desired := plans[0]
-		x.Next(desired, plan.Everything())
-		held = copyOf(x.plan)
+		p, _ := x.Next(desired, plan.Everything())
+		held = copyOf(p)
 		step := func(changed plan.Keys) {
 			before := owners(held)
 			p, change := x.Next(desired, plan.Only(changed))
@@ -95,7 +95,10 @@ func TestOrder(t *testing.T) {
 		}
 	}
 	for portion := range 3 {
-		_, change := q.Next(desired, plan.Only(changed))
+		p, change := q.Next(desired, plan.Only(changed))
+		if (p == desired) != (q.Waiting() == 0) {
+			t.Errorf("portion %d leaves %d, and its plan is that of all: %v", portion, q.Waiting(), p == desired)
+		}
 		now := change.Keys()
 		changed = plan.Keys{}
 		for _, f := range plan.Families {

@@ -36,10 +36,15 @@ func New() *Kernel {
 }
 
 // Save is as that of xtables.Kernel.
-func (k *Kernel) Save(_ context.Context, t names.Table) (xtables.Content, error) {
+func (k *Kernel) Save(_ context.Context, t names.Table, known ...xtables.Content) (xtables.Content, error) {
 	out := xtables.Content{}
 	for name, rules := range k.Tables[t] {
 		out[name] = slices.Clone(rules)
+		for _, c := range known {
+			if slices.Equal(c[name], rules) {
+				out[name] = c[name]
+			}
+		}
 	}
 	return out, nil
 }
