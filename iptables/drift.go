@@ -1,6 +1,7 @@
 package iptables
 
 import (
+	"iter"
 	"maps"
 	"slices"
 
@@ -27,10 +28,24 @@ func (r *rules) desired() xtables.Desired {
 		Jumps: jumps(false), // without those to KUBE-FIREWALL
 		Stale: func(_ names.Table, name string) bool { return names.OfService(name) },
 	}
-	for _, k := range slices.SortedFunc(maps.Keys(r.services), plan.Key.Compare) {
-		d.Chains = append(d.Chains, r.inForce(r.services[k]).chains...)
-	}
-	d.Chains = append(d.Chains, r.kept.own()...)
-	d.Chains = append(d.Chains, r.fixed()...)
+	d.Chains = slices.Collect(r.chains())
 	return d
+}
+
+// chains are all chains of ours, those of a ServicePort after each other.
+func (r *rules) chains() iter.Seq[xtables.Chain] {
+	return func(yield func(xtables.Chain) bool) {
+		for _, k := range slices.SortedFunc(maps.Keys(r.services), plan.Key.Compare) {
+			for _, c := range r.inForce(r.services[k]).chains {
+				if !yield(c) {
+					return
+				}
+			}
+		}
+		for _, c := range slices.Concat(r.kept.own(), r.fixed()) {
+			if !yield(c) {
+				return
+			}
+		}
+	}
 }

@@ -22,7 +22,7 @@ func (t *Program) SaveCounters(ctx context.Context, each func(line string)) erro
 		})
 	}, "-c", "-t", string(names.NAT))
 	if err == nil && !whole && t.Variant == NFT {
-		_, _, err = t.listByChain(ctx, names.NAT, each)
+		_, _, err = t.listTable(ctx, names.NAT, each)
 	}
 	if err != nil {
 		return fmt.Errorf("reading counters by %s: %w", t.SavePath, err)
@@ -88,32 +88,4 @@ func (t *Program) list(ctx context.Context, tbl names.Table, name ...string) ([]
 		return nil, fmt.Errorf("%s: %w", t.Path, err)
 	}
 	return lines, nil
-}
-
-// Chains lists chains of a table; those that do not exist are left out. It may run beside all else.
-func (t *Program) Chains(ctx context.Context, tbl names.Table, list []string) (Content, error) {
-	content := Content{}
-	var err error
-	if t.Variant == NFT {
-		var exist []string
-		if exist, err = nftChains(t.Family, tbl); err == nil {
-			there := make(map[string]bool, len(exist))
-			for _, name := range exist {
-				there[name] = true
-			}
-			list = slices.DeleteFunc(slices.Clone(list), func(name string) bool { return !there[name] })
-			err = t.listChains(ctx, tbl, list, content.Add, false)
-		}
-	} else { // It reads the whole table in any case.
-		var lines []string
-		lines, err = t.list(ctx, tbl)
-		for _, line := range lines {
-			rule, _ := Counted(line)
-			content.Add(rule)
-		}
-	}
-	if err != nil {
-		return nil, fmt.Errorf("listing chains of table %s (%s): %w", tbl, t.Family, err)
-	}
-	return content, nil
 }

@@ -276,3 +276,44 @@ func TestVersion(t *testing.T) {
 		}
 	}
 }
+
+// TestRead: of a table that changes while it is read in parts, each part is as it is then, and what has gone is left out; the legacy variant
+// has read all of it before. Rules that only nft can read are reported at the end.
+func TestRead(t *testing.T) {
+	for _, v := range []Variant{NFT, Legacy} {
+		t.Run(string(v), func(t *testing.T) {
+			nstest.Run(t, func() {
+				k := findProgram(t, v, plan.IPv4)
+				var told []NativeRules
+				k.OnNativeRules = func(n NativeRules) { told = append(told, n) }
+				assert.NoError(t, k.Restore("*nat\n:A - [0:0]\n:B - [0:0]\n:C - [0:0]\n-A A -j RETURN\n-A B -j RETURN\nCOMMIT\n"))
+				sh(t, fmt.Sprintf("iptables-%s -t nat -A POSTROUTING -j C", v))
+				r, err := k.Read(t.Context(), names.NAT)
+				if !assert.NoError(t, err) {
+					return
+				}
+				part := func(want Content, list ...string) {
+					t.Helper()
+					got, err := r.Chains(t.Context(), list)
+					assert.NoError(t, err)
+					assert.Equal(t, want, got)
+				}
+				assert.Subset(t, r.Names, []string{"A", "B", "C", "POSTROUTING"})
+				part(Content{"A": {"-j RETURN"}}, "A", "OTHER")
+				assert.NoError(t, k.Restore("*nat\n:A - [0:0]\n:B - [0:0]\n-X A\n-A B -j ACCEPT\nCOMMIT\n"))
+				if v == Legacy {
+					part(Content{"A": {"-j RETURN"}, "B": {"-j RETURN"}, "C": nil}, "A", "B", "C")
+					return
+				}
+				part(Content{"B": {"-j ACCEPT"}, "C": nil}, "A", "B", "C")
+				sh(t, "nft add rule ip nat POSTROUTING masquerade")
+				got, err := r.Chains(t.Context(), []string{"POSTROUTING"})
+				if rules := got["POSTROUTING"]; err != nil || len(rules) != 2 || rules[0] != "-j C" || !Unread(rules[1]) || len(told) > 0 {
+					t.Errorf("read %v, told of %v: %v", got, told, err)
+				}
+				r.End()
+				assert.Equal(t, []NativeRules{{plan.IPv4, "nat", []string{"POSTROUTING"}}}, told)
+			})
+		})
+	}
+}
