@@ -15,14 +15,17 @@ import (
 // SaveCounters lists table nat with counters: each line is one that Counted understands.
 func (t *Program) SaveCounters(ctx context.Context, each func(line string)) error {
 	whole := false
-	err := t.read(ctx, t.SavePath, "", func(out io.Reader) error {
+	late, err := t.save(ctx, func(out io.Reader) error {
 		return EachLine(out, func(line string) {
 			whole = whole || line == "*"+string(names.NAT)
 			each(line)
 		})
 	}, "-c", "-t", string(names.NAT))
-	if err == nil && !whole && t.Variant == NFT {
-		_, _, err = t.listTable(ctx, names.NAT, each)
+	if late || err == nil && !whole && t.Variant == NFT {
+		var r *chainReader
+		if r, err = t.chainReader(names.NAT, each); err == nil {
+			_, err = r.read(ctx, r.names)
+		}
 	}
 	if err != nil {
 		return fmt.Errorf("reading counters by %s: %w", t.SavePath, err)

@@ -72,33 +72,22 @@ const (
 	MostNative = 50
 )
 
-// saveByChain is save for a table that iptables-save does not print.
-func (t *Program) saveByChain(ctx context.Context, tbl names.Table) (content Content, err error) {
-	var native []string
-	for range listTries {
-		if content, native, err = t.listTable(ctx, tbl, nil); err == nil {
-			t.reportNative(tbl, native)
-			return content, nil
-		}
-		if ctx.Err() != nil {
-			return nil, err
-		}
+// saveByChain is Save for a table that iptables-save does not print, or not in time.
+func (t *Program) saveByChain(ctx context.Context, tbl names.Table) (Content, error) {
+	r, err := t.chainReader(tbl, nil)
+	if err != nil {
+		return nil, err
 	}
-	return nil, fmt.Errorf("table %s holds rules that iptables can't read (nft list table %s %s shows them; they belong in a table "+
-		"of their own), and listing its chains one by one failed; nothing is changed: %w", tbl, nft.FamilyName(t.Family), tbl, err)
+	content, err := r.read(ctx, r.names)
+	if err != nil {
+		return nil, err
+	}
+	r.end()
+	return content, nil
 }
 
 // nativeChain is what iptables says of a chain with rules that it can't read.
 var nativeChain = regexp.MustCompile("chain `([^']+)' in table `[^']+' is incompatible")
-
-// listTable lists a table chain by chain.
-func (t *Program) listTable(ctx context.Context, tbl names.Table, counters func(line string)) (Content, []string, error) {
-	chains, err := nftChains(t.Family, tbl)
-	if err != nil {
-		return nil, nil, err
-	}
-	return t.listByChain(ctx, tbl, chains, counters)
-}
 
 // listByChain lists chains of a table, and returns those with native rules too. With counters, each line of a program is passed on as
 // well.

@@ -317,3 +317,36 @@ func TestRead(t *testing.T) {
 		})
 	}
 }
+
+// TestSaveInParts: where iptables-nft-save does not end, as others change something all the time, and neither does the listing of many chains
+// at once, fewer are listed at a time.
+func TestSaveInParts(t *testing.T) {
+	t.Parallel()
+	nstest.Run(t, func() {
+		k := findProgram(t, NFT, plan.IPv4)
+		want := Content{"PREROUTING": nil, "INPUT": nil, "OUTPUT": nil, "POSTROUTING": nil}
+		text := "*nat\n"
+		for i := range 40 {
+			name := fmt.Sprintf("KUBE-SVC-%d", i)
+			want[name] = []string{fmt.Sprintf("-s 192.0.2.%d/32 -j RETURN", i)}
+			text += fmt.Sprintf(":%s - [0:0]\n-A %s %s\n", name, name, want[name][0])
+		}
+		assert.NoError(t, k.Restore(text+"COMMIT\n"))
+		program := func(name, script string) string {
+			path := filepath.Join(t.TempDir(), name)
+			assert.NoError(t, os.WriteFile(path, []byte("#!/bin/sh\n"+script+"\n"), 0o755))
+			return path
+		}
+		k.SavePath = program("save", "exec sleep 1000")
+		k.RestorePath = program("restore",
+			`in=$(cat); [ $(echo "$in" | grep -c -- -S) -le 12 ] || exec sleep 1000; echo "$in" | iptables-nft-restore "$@"`)
+		got, err := k.Save(t.Context(), names.NAT)
+		assert.NoError(t, err)
+		for name := range want {
+			assert.Equal(t, want[name], got[name], name)
+		}
+		lines := 0
+		assert.NoError(t, k.SaveCounters(t.Context(), func(string) { lines++ }))
+		assert.GreaterOrEqual(t, lines, 80, "with counters")
+	})
+}
