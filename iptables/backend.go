@@ -65,7 +65,7 @@ func New(cfg Config) (*Backend, error) {
 		cfg.Variant = xtables.Detect()
 	}
 	b := &Backend{Variant: cfg.Variant, watch: &xtables.Watch{}}
-	b.Concurrent, b.Compared = true, cfg.Compared
+	b.Concurrent, b.Compared = true, backend.OneByOne(cfg.Compared)
 	var err error
 	b.Engines, err = backend.Open("iptables", cfg.Families, cfg.Log, func(f plan.Family) (*engine, error) {
 		t, err := xtables.Find(cfg.Variant, f)
@@ -77,7 +77,9 @@ func New(cfg Config) (*Backend, error) {
 		}
 		t.OnNativeRules = cfg.NativeRules
 		b.watch.Add(t, names.NAT, names.Filter)
-		return newEngine(t, cfg), nil
+		e := newEngine(t, cfg)
+		e.writing = b.watch.Writing
+		return e, nil
 	})
 	if err != nil {
 		return nil, err
@@ -87,7 +89,7 @@ func New(cfg Config) (*Backend, error) {
 
 func newEngine(t *xtables.Program, cfg Config) *engine {
 	e := &engine{Writer: t.Writer(cfg.Log), family: t.Family, log: cfg.Log, sysctlDir: cmp.Or(cfg.SysctlDir, "/proc/sys"),
-		counts: newRuleCounts(cfg.Observer), onRefused: cfg.Refused}
+		counts: newRuleCounts(cfg.Observer), onRefused: cfg.Refused, writing: unwatched}
 	e.Ran = e.ran
 	e.options = Options{
 		MasqueradeBit: cfg.MasqueradeBit,
@@ -100,6 +102,9 @@ func newEngine(t *xtables.Program, cfg Config) *engine {
 	cfg.Log.Info("using iptables", "program", t.Describe(), "random-fully", e.options.RandomFully)
 	return e
 }
+
+// unwatched is the writing of an engine without a Watch.
+func unwatched() (done func()) { return func() {} }
 
 // setOptions changes the options, and lets others than the goroutine of syncs know.
 func (e *engine) setOptions(o Options) {
@@ -141,9 +146,15 @@ type engine struct {
 	// refused are the ServicePorts that the kernel does not take. onRefused, if not nil, receives them.
 	refused   map[plan.Key]*refusal
 	onRefused func(plan.Family, []plan.Refusal)
-	// current is what the kernel holds; nil where that is not known. Sync holds syncing.
-	current *rules
+	// syncing is held by Sync, and while a comparison beside syncs puts something right, for which writing is called before.
 	syncing sync.Mutex
+	writing func() (done func())
+	// current is what the kernel holds; nil where that is not known.
+	current *rules
+	// full is how many syncs of everything have begun. touched are the chains that were written since a comparison beside syncs began;
+	// nil if there is none.
+	full    int
+	touched map[tableChainName]bool
 	// kept is what the kernel had, before this program wrote anything, for ServicePorts that are not known; nil where all are.
 	kept *kept
 	backend.Comparison
@@ -180,6 +191,11 @@ func (e *engine) Sync(ctx context.Context, p *plan.Plan, change plan.Change) err
 // syncChanged writes what differs between two plans of which the first is in the kernel.
 func (e *engine) syncChanged(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
 	steps := e.current.update(p, changed)
+	if e.touched != nil {
+		for _, c := range slices.Concat(steps...) {
+			e.touched[tableChainName{c.Table, c.Chain}] = true
+		}
+	}
 	e.counts.partial = true
 	if err := e.Write(ctx, nil, steps...); err != nil {
 		return err

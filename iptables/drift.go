@@ -1,6 +1,7 @@
 package iptables
 
 import (
+	"iter"
 	"slices"
 
 	"nodeproxy/kernel/drift"
@@ -26,11 +27,25 @@ func (r *rules) desired() xtables.Desired {
 		Jumps: jumps(false), // without those to KUBE-FIREWALL
 		Stale: func(_ names.Table, name string) bool { return names.OfService(name) },
 	}
-	inOrder := func(a, b *plan.ServicePort) int { return a.Key.Compare(b.Key) }
-	for _, sp := range slices.SortedFunc(r.services.All(), inOrder) {
-		d.Chains = append(d.Chains, r.inForce(sp).chains...)
-	}
-	d.Chains = append(d.Chains, r.kept.own()...)
-	d.Chains = append(d.Chains, r.fixed()...)
+	d.Chains = slices.Collect(r.chains())
 	return d
+}
+
+// chains are all chains of ours, those of a ServicePort after each other.
+func (r *rules) chains() iter.Seq[xtables.Chain] {
+	return func(yield func(xtables.Chain) bool) {
+		inOrder := func(a, b *plan.ServicePort) int { return a.Key.Compare(b.Key) }
+		for _, sp := range slices.SortedFunc(r.services.All(), inOrder) {
+			for _, c := range r.inForce(sp).chains {
+				if !yield(c) {
+					return
+				}
+			}
+		}
+		for _, c := range slices.Concat(r.kept.own(), r.fixed()) {
+			if !yield(c) {
+				return
+			}
+		}
+	}
 }

@@ -22,6 +22,7 @@ var tables = []names.Table{names.Filter, names.NAT}
 // syncAll reads what the kernel holds, and writes what differs from the plan: first what nothing leads to yet, then what
 // leads to it, and removes at last what nothing wants any more.
 func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
+	e.full++
 	f := &fullSync{engine: e, ctx: ctx, actual: map[names.Table]xtables.Content{}, rules: rulesOf(p, e.family, e.options),
 		wanted: map[tableChainName]bool{}}
 	var err error
@@ -301,14 +302,18 @@ func (f *fullSync) jumps() error {
 	if err := f.ensure(jumps(f.rules.localnet())); err != nil {
 		return err
 	}
-	if !f.rules.localnet() {
-		return nil
-	}
-	if err := allowRouteLocalnet(f.sysctlDir); err != nil && !f.reportedLocalnet {
-		f.engine.reportedLocalnet = true // Everything else works, and at every sync it is tried again.
-		f.log.Warn("node ports do not answer on localhost", "error", err)
+	if f.rules.localnet() {
+		f.openLocalnet()
 	}
 	return nil
+}
+
+// openLocalnet opens node ports on localhost. Where it can't, everything else works, and every comparison of everything tries it again.
+func (e *engine) openLocalnet() {
+	if err := allowRouteLocalnet(e.sysctlDir); err != nil && !e.reportedLocalnet {
+		e.reportedLocalnet = true
+		e.log.Warn("node ports do not answer on localhost", "error", err)
+	}
 }
 
 // ensure puts rules in front of built-in chains that lack them.

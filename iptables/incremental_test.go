@@ -33,7 +33,7 @@ func fakeEngine(f plan.Family) (*engine, *xtablestest.Kernel) {
 	k := xtablestest.New()
 	// This machine's settings are not the fake kernel's.
 	e := &engine{Writer: &xtables.Writer{Kernel: k, MaxNames: 40}, family: f, options: testOptions, log: slog.New(slog.DiscardHandler),
-		sysctlDir: "/nonexistent"}
+		sysctlDir: "/nonexistent", writing: unwatched}
 	e.Ran = e.ran
 	return e, k
 }

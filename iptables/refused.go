@@ -105,6 +105,16 @@ func sameButEndpoints(a, b *plan.ServicePort) bool {
 	return a.Equal(&like)
 }
 
+// refusedIsDue reports whether a ServicePort that the kernel has refused may be tried again.
+func (e *engine) refusedIsDue() bool {
+	for _, r := range e.refused {
+		if !time.Now().Before(r.again) {
+			return true
+		}
+	}
+	return false
+}
+
 // stillRefused returns how a ServicePort was refused that is not to be tried yet; nil if it is to be tried.
 func (f *fullSync) stillRefused(sp *plan.ServicePort) *refusal {
 	if r := f.engine.refused[sp.Key]; r != nil && time.Now().Before(r.again) && r.sp.Equal(sp) {

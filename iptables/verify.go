@@ -20,10 +20,6 @@ func (b *Backend) Verify(ctx context.Context, svc plan.Service) (things int, fou
 
 // Verify implements backend.Verifier.
 func (e *engine) Verify(ctx context.Context, svc plan.Service) (things int, found drift.Found, err error) {
-	t, is := e.Kernel.(*xtables.Program)
-	if !is {
-		return 0, nil, nil
-	}
 	var desired xtables.Desired
 	err = backend.Known(ctx, &e.syncing, func() bool {
 		if e.current == nil {
@@ -46,7 +42,7 @@ func (e *engine) Verify(ctx context.Context, svc plan.Service) (things int, foun
 	}
 	for _, table := range tables {
 		slices.Sort(of[table])
-		actual, err := t.Chains(ctx, table, slices.Compact(of[table]))
+		actual, err := e.read(ctx, table, slices.Compact(of[table]))
 		if err != nil {
 			return things, found, err
 		}

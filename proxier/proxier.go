@@ -113,7 +113,7 @@ const (
 )
 
 // A sync is followed by a pause, in which further changes gather, once syncs have taken more than burst beyond their share of the
-// time. No pause is longer than longestRest.
+// time. By half the time that a sync takes, they get no more than that; so no pause is longer, nor than longestRest.
 const (
 	burst       = 500 * time.Millisecond
 	longestRest = time.Second
@@ -148,6 +148,7 @@ type Proxier struct {
 	// debt is the time that syncs have taken beyond their share, as of owed.
 	debt time.Duration
 	owed time.Time
+	took [3]time.Duration // by the latest syncs of changes
 	// beside receives the result of the comparison that is under way beside syncs; nil if there is none.
 	beside chan besideResult
 	// comparisons are the latest comparisons of everything with the kernel, the last one last.
@@ -547,20 +548,27 @@ func (p *Proxier) take() (b source.Batch, since time.Time, resync bool, reserve 
 
 // pause waits until MinSyncPeriod has passed since start, the start of the sync that has just ended. If syncs have taken too much
 // of the time lately and changes are waiting already, it waits longer. A sync of everything does not count: it says nothing about
-// the cost of changes. Portions of one change follow each other without a pause.
+// the cost of changes; nor does one count for more than usual that took far longer than others, as it may have waited for another
+// program. Portions of one change follow each other without a pause.
 func (p *Proxier) pause(ctx context.Context, start time.Time, all bool) {
 	now := time.Now()
 	left := p.cfg.MinSyncPeriod - now.Sub(start)
 	p.debt = max(p.debt-min(now.Sub(p.owed), time.Minute)*2/3, -burst)
 	p.owed = now
 	if !all {
-		p.debt += now.Sub(start)
+		p.took = [...]time.Duration{p.took[1], p.took[2], now.Sub(start)}
+	}
+	sorted := p.took
+	slices.Sort(sorted[:])
+	usual := sorted[1]
+	if !all {
+		p.debt = min(p.debt+usual, burst)
 	}
 	if p.more() {
 		return
 	}
 	if p.debt > 0 && p.waiting() {
-		left = max(left, min(p.debt*3/2, longestRest))
+		left = max(left, min(p.debt*3/2, usual/2, longestRest))
 	}
 	if left <= 0 {
 		return

@@ -177,6 +177,43 @@ func TestChangesInARowRest(t *testing.T) {
 	}
 }
 
+// TestNoLongPauses: no change waits for a long pause, neither after many syncs that took more than their share of the time, though nothing
+// waited then, nor after one that took far longer than others do, as where another program holds a lock.
+func TestNoLongPauses(t *testing.T) {
+	t.Parallel()
+	const usual, often = 45 * time.Millisecond, 10 * time.Millisecond
+	synctest.Test(t, func(t *testing.T) {
+		takes := usual
+		var ended time.Time // the last sync
+		var longest time.Duration
+		p, stop := start(t, Config{Backend: backendFunc(func(context.Context, *plan.Plan, plan.Change) error {
+			if !ended.IsZero() {
+				longest = max(longest, time.Since(ended))
+			}
+			time.Sleep(takes)
+			ended = time.Now()
+			return nil
+		})})
+		changes := func(n int, every time.Duration) {
+			for i := range n {
+				p.Apply(batch("a", 10+int32(i), i == 0))
+				time.Sleep(every)
+				synctest.Wait()
+			}
+			if longest > usual/2+often {
+				t.Errorf("the longest pause was %v", longest)
+			}
+		}
+		changes(1200, usual+often/2)
+		changes(200, often)
+		takes = 2 * time.Second
+		changes(10, often)
+		takes = usual
+		changes(500, often)
+		stop()
+	})
+}
+
 // at is when a call was made.
 func at(t *testing.T, call string) time.Duration {
 	t.Helper()

@@ -4,6 +4,7 @@ package keyed
 import (
 	"hash/maphash"
 	"iter"
+	"slices"
 )
 
 // Set holds values that have their keys in them, by pointers. A map would hold the keys once more, and those of this program are long: of
@@ -25,6 +26,13 @@ func New[K comparable, V any](key func(*V) K) *Set[K, V] { return &Set[K, V]{key
 
 // Len returns the number of values.
 func (s *Set[K, V]) Len() int { return s.n }
+
+// Clone returns a Set that has the same values, and does not change with s.
+func (s *Set[K, V]) Clone() *Set[K, V] {
+	c := *s
+	c.slots = slices.Clone(s.slots)
+	return &c
+}
 
 // Get returns the value with a key; nil if there is none.
 func (s *Set[K, V]) Get(k K) *V {

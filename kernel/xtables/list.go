@@ -15,14 +15,17 @@ import (
 // SaveCounters lists table nat with counters: each line is one that Counted understands.
 func (t *Program) SaveCounters(ctx context.Context, each func(line string)) error {
 	whole := false
-	err := t.read(ctx, t.SavePath, "", func(out io.Reader) error {
+	late, err := t.save(ctx, func(out io.Reader) error {
 		return EachLine(out, func(line string) {
 			whole = whole || line == "*"+string(names.NAT)
 			each(line)
 		})
 	}, "-c", "-t", string(names.NAT))
-	if err == nil && !whole && t.Variant == NFT {
-		_, _, err = t.listByChain(ctx, names.NAT, each)
+	if late || err == nil && !whole && t.Variant == NFT {
+		var r *chainReader
+		if r, err = t.chainReader(names.NAT, each); err == nil {
+			_, err = r.read(ctx, r.names)
+		}
 	}
 	if err != nil {
 		return fmt.Errorf("reading counters by %s: %w", t.SavePath, err)
@@ -88,32 +91,4 @@ func (t *Program) list(ctx context.Context, tbl names.Table, name ...string) ([]
 		return nil, fmt.Errorf("%s: %w", t.Path, err)
 	}
 	return lines, nil
-}
-
-// Chains lists chains of a table; those that do not exist are left out. It may run beside all else.
-func (t *Program) Chains(ctx context.Context, tbl names.Table, list []string) (Content, error) {
-	content := Content{}
-	var err error
-	if t.Variant == NFT {
-		var exist []string
-		if exist, err = nftChains(t.Family, tbl); err == nil {
-			there := make(map[string]bool, len(exist))
-			for _, name := range exist {
-				there[name] = true
-			}
-			list = slices.DeleteFunc(slices.Clone(list), func(name string) bool { return !there[name] })
-			err = t.listChains(ctx, tbl, list, content.Add, false)
-		}
-	} else { // It reads the whole table in any case.
-		var lines []string
-		lines, err = t.list(ctx, tbl)
-		for _, line := range lines {
-			rule, _ := Counted(line)
-			content.Add(rule)
-		}
-	}
-	if err != nil {
-		return nil, fmt.Errorf("listing chains of table %s (%s): %w", tbl, t.Family, err)
-	}
-	return content, nil
 }

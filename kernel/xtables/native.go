@@ -53,14 +53,14 @@ func chainList(names []string) string {
 
 // reportNative reports native rules, once.
 func (t *Program) reportNative(tbl names.Table, chains []string) {
-	if slices.Equal(t.native[tbl], chains) {
-		return
-	}
+	t.nativeMu.Lock()
+	same := slices.Equal(t.native[tbl], chains)
 	if t.native == nil {
 		t.native = map[names.Table][]string{}
 	}
 	t.native[tbl] = chains
-	if t.OnNativeRules != nil {
+	t.nativeMu.Unlock()
+	if !same && t.OnNativeRules != nil {
 		t.OnNativeRules(NativeRules{t.Family, string(tbl), chains})
 	}
 }
@@ -72,36 +72,38 @@ const (
 	MostNative = 50
 )
 
-// saveByChain is save for a table that iptables-save does not print.
-func (t *Program) saveByChain(ctx context.Context, tbl names.Table) (content Content, err error) {
-	var native []string
-	for range listTries {
-		if content, native, err = t.listByChain(ctx, tbl, nil); err == nil {
-			t.reportNative(tbl, native)
-			return content, nil
-		}
-		if ctx.Err() != nil {
-			return nil, err
-		}
+// saveByChain is Save for a table that iptables-save does not print, or not in time.
+func (t *Program) saveByChain(ctx context.Context, tbl names.Table) (Content, error) {
+	r, err := t.chainReader(tbl, nil)
+	if err != nil {
+		return nil, err
 	}
-	return nil, fmt.Errorf("table %s holds rules that iptables can't read (nft list table %s %s shows them; they belong in a table "+
-		"of their own), and listing its chains one by one failed; nothing is changed: %w", tbl, nft.FamilyName(t.Family), tbl, err)
+	content, err := r.read(ctx, r.names)
+	if err != nil {
+		return nil, err
+	}
+	r.end()
+	return content, nil
 }
 
 // nativeChain is what iptables says of a chain with rules that it can't read.
 var nativeChain = regexp.MustCompile("chain `([^']+)' in table `[^']+' is incompatible")
 
-// listByChain lists a table chain by chain, and returns the chains with native rules too. With counters, each line of a program is
-// passed on as well.
-func (t *Program) listByChain(ctx context.Context, tbl names.Table, counters func(line string)) (Content, []string, error) {
-	chains, err := nftChains(t.Family, tbl)
-	if err != nil {
-		return nil, nil, err
-	}
+// listByChain lists chains of a table, and returns those with native rules too. With counters, each line of a program is passed on as
+// well.
+func (t *Program) listByChain(
+	ctx context.Context, tbl names.Table, chains []string, counters func(line string),
+) (Content, []string, error) {
 	content := Content{}
 	var native, left, ours []string
 	ask := func(name string) error {
 		rules, err := NFTRules(t.Family, tbl, name)
+		if err == nil && len(rules) == 0 { // Of one that has gone, iptables says the same.
+			var there []string
+			if there, err = nftChains(t.Family, tbl); err == nil && !slices.Contains(there, name) {
+				err = fmt.Errorf("chain %s has been removed", name)
+			}
+		}
 		content[name] = rules
 		native = append(native, name)
 		return err
@@ -177,6 +179,8 @@ type deletion struct {
 // deletions splits input for iptables-restore into what that program can do and the removal of rules from chains with native rules,
 // as far as is known from the last save.
 func (t *Program) deletions(text string) (string, []deletion) {
+	t.nativeMu.Lock()
+	defer t.nativeMu.Unlock()
 	native := false
 	for _, chains := range t.native {
 		native = native || len(chains) > 0

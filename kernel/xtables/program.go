@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strconv"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -44,7 +45,7 @@ const (
 )
 
 // Program runs the programs of iptables, of one variant and family, in the network namespace of the calling thread. It implements
-// Kernel, and must not be used concurrently but for Changed, SaveCounters and ListChain.
+// Kernel. Restore must not be called while it runs; all else may be called at any time.
 type Program struct {
 	Variant Variant
 	Family  plan.Family
@@ -60,7 +61,8 @@ type Program struct {
 	RestoreTime, SaveTime time.Duration
 	// OnNativeRules, if not nil, is called when a table comes to hold rules that iptables can't read, other ones, or none any more.
 	OnNativeRules func(NativeRules)
-	// native are the chains with such rules of each table, as last reported. Only Save and Restore use it.
+	nativeMu      sync.Mutex
+	// native are the chains with such rules of each table, as last reported.
 	native map[names.Table][]string
 }
 

@@ -276,3 +276,77 @@ func TestVersion(t *testing.T) {
 		}
 	}
 }
+
+// TestRead: of a table that changes while it is read in parts, each part is as it is then, and what has gone is left out; the legacy variant
+// has read all of it before. Rules that only nft can read are reported at the end.
+func TestRead(t *testing.T) {
+	for _, v := range []Variant{NFT, Legacy} {
+		t.Run(string(v), func(t *testing.T) {
+			nstest.Run(t, func() {
+				k := findProgram(t, v, plan.IPv4)
+				var told []NativeRules
+				k.OnNativeRules = func(n NativeRules) { told = append(told, n) }
+				assert.NoError(t, k.Restore("*nat\n:A - [0:0]\n:B - [0:0]\n:C - [0:0]\n-A A -j RETURN\n-A B -j RETURN\nCOMMIT\n"))
+				sh(t, fmt.Sprintf("iptables-%s -t nat -A POSTROUTING -j C", v))
+				r, err := k.Read(t.Context(), names.NAT)
+				if !assert.NoError(t, err) {
+					return
+				}
+				part := func(want Content, list ...string) {
+					t.Helper()
+					got, err := r.Chains(t.Context(), list)
+					assert.NoError(t, err)
+					assert.Equal(t, want, got)
+				}
+				assert.Subset(t, r.Names, []string{"A", "B", "C", "POSTROUTING"})
+				part(Content{"A": {"-j RETURN"}}, "A", "OTHER")
+				assert.NoError(t, k.Restore("*nat\n:A - [0:0]\n:B - [0:0]\n-X A\n-A B -j ACCEPT\nCOMMIT\n"))
+				if v == Legacy {
+					part(Content{"A": {"-j RETURN"}, "B": {"-j RETURN"}, "C": nil}, "A", "B", "C")
+					return
+				}
+				part(Content{"B": {"-j ACCEPT"}, "C": nil}, "A", "B", "C")
+				sh(t, "nft add rule ip nat POSTROUTING masquerade")
+				got, err := r.Chains(t.Context(), []string{"POSTROUTING"})
+				if rules := got["POSTROUTING"]; err != nil || len(rules) != 2 || rules[0] != "-j C" || !Unread(rules[1]) || len(told) > 0 {
+					t.Errorf("read %v, told of %v: %v", got, told, err)
+				}
+				r.End()
+				assert.Equal(t, []NativeRules{{plan.IPv4, "nat", []string{"POSTROUTING"}}}, told)
+			})
+		})
+	}
+}
+
+// TestSaveInParts: where iptables-nft-save does not end, as others change something all the time, and neither does the listing of many chains
+// at once, fewer are listed at a time.
+func TestSaveInParts(t *testing.T) {
+	t.Parallel()
+	nstest.Run(t, func() {
+		k := findProgram(t, NFT, plan.IPv4)
+		want := Content{"PREROUTING": nil, "INPUT": nil, "OUTPUT": nil, "POSTROUTING": nil}
+		text := "*nat\n"
+		for i := range 40 {
+			name := fmt.Sprintf("KUBE-SVC-%d", i)
+			want[name] = []string{fmt.Sprintf("-s 192.0.2.%d/32 -j RETURN", i)}
+			text += fmt.Sprintf(":%s - [0:0]\n-A %s %s\n", name, name, want[name][0])
+		}
+		assert.NoError(t, k.Restore(text+"COMMIT\n"))
+		program := func(name, script string) string {
+			path := filepath.Join(t.TempDir(), name)
+			assert.NoError(t, os.WriteFile(path, []byte("#!/bin/sh\n"+script+"\n"), 0o755))
+			return path
+		}
+		k.SavePath = program("save", "exec sleep 1000")
+		k.RestorePath = program("restore",
+			`in=$(cat); [ $(echo "$in" | grep -c -- -S) -le 12 ] || exec sleep 1000; echo "$in" | iptables-nft-restore "$@"`)
+		got, err := k.Save(t.Context(), names.NAT)
+		assert.NoError(t, err)
+		for name := range want {
+			assert.Equal(t, want[name], got[name], name)
+		}
+		lines := 0
+		assert.NoError(t, k.SaveCounters(t.Context(), func(string) { lines++ }))
+		assert.GreaterOrEqual(t, lines, 80, "with counters")
+	})
+}

@@ -10,8 +10,10 @@ import (
 	"os/exec"
 	"regexp"
 	"strings"
+	"time"
 
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/nft"
 )
 
 // Save reads a table from the kernel. What can't be read is an error: a table is never taken for empty because a program prints
@@ -19,20 +21,41 @@ import (
 func (t *Program) Save(ctx context.Context, tbl names.Table, known ...Content) (Content, error) {
 	var content Content
 	var whole bool
-	err := t.read(ctx, t.SavePath, "", func(out io.Reader) (err error) {
+	late, err := t.save(ctx, func(out io.Reader) (err error) {
 		content, whole, err = parseSave(out, tbl, known...)
 		return err
 	}, "-t", string(tbl))
 	switch {
+	case late:
+		return t.saveByChain(ctx, tbl)
 	case err != nil:
 		return nil, fmt.Errorf("reading table %s by %s: %w", tbl, t.SavePath, err)
 	case whole:
 		t.reportNative(tbl, nil)
 		return content, nil
 	case t.Variant == NFT:
-		return t.saveByChain(ctx, tbl)
+		if content, err = t.saveByChain(ctx, tbl); err != nil {
+			return nil, fmt.Errorf("table %s holds rules that iptables can't read (nft list table %s %s shows them; they belong in a table "+
+				"of their own); nothing is changed: %w", tbl, nft.FamilyName(t.Family), tbl, err)
+		}
+		return content, nil
 	}
 	return nil, fmt.Errorf("reading table %s by %s: it does not print the table", tbl, t.SavePath)
+}
+
+// wholeTime is how long iptables-nft-save may take. It begins anew whenever anything in nf_tables has changed, and so does not end while
+// changes come faster than it reads.
+const wholeTime = 5 * time.Second
+
+// save runs iptables-save. late says that its output has to be read in parts.
+func (t *Program) save(ctx context.Context, parse func(io.Reader) error, args ...string) (late bool, err error) {
+	limited, cancel := ctx, func() {}
+	if t.Variant == NFT {
+		limited, cancel = context.WithTimeout(ctx, wholeTime)
+	}
+	defer cancel()
+	err = t.read(limited, t.SavePath, "", parse, args...)
+	return err != nil && limited.Err() != nil && ctx.Err() == nil, err
 }
 
 // read runs a program that reads from the kernel, and passes on what it prints. The program is ended with ctx, and after saveTime.

@@ -49,6 +49,12 @@ func (k *Kernel) Save(_ context.Context, t names.Table, known ...xtables.Content
 	return out, nil
 }
 
+// Read is as that of xtables.Kernel.
+func (k *Kernel) Read(ctx context.Context, t names.Table) (*xtables.Reading, error) {
+	content, err := k.Save(ctx, t)
+	return xtables.ReadingOf(content), err
+}
+
 func (k *Kernel) report() {
 	if k.Changed != nil {
 		k.Changed()

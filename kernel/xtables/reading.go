@@ -1,0 +1,147 @@
+package xtables
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"time"
+
+	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/nft"
+)
+
+// A Reading reads a table that may change meanwhile.
+type Reading struct {
+	// Names are the chains that the table had when the reading began.
+	Names []string
+	// Chains returns some chains, each as it was at one moment since then. Those that are not there any more are left out.
+	Chains func(ctx context.Context, names []string) (Content, error)
+	// End is to be called when all chains have been read.
+	End func()
+}
+
+// ReadingOf returns a Reading of a table that has been read as a whole.
+func ReadingOf(content Content) *Reading {
+	return &Reading{
+		Names: slices.Collect(maps.Keys(content)),
+		Chains: func(_ context.Context, list []string) (Content, error) {
+			out := make(Content, len(list))
+			for _, name := range list {
+				if rules, exists := content[name]; exists {
+					out[name] = rules
+				}
+			}
+			return out, nil
+		},
+		End: func() {},
+	}
+}
+
+// Read begins to read a table beside Restore. The legacy variant reads it at once, without the xtables lock. iptables-nft-save begins
+// anew whenever anything in nf_tables has changed, and so does not end while changes come one after the other; a few hundred chains are
+// read between two of them.
+func (t *Program) Read(ctx context.Context, tbl names.Table) (*Reading, error) {
+	if t.Variant == Legacy {
+		content, err := t.Save(ctx, tbl)
+		if err != nil {
+			return nil, err
+		}
+		return ReadingOf(content), nil
+	}
+	r, err := t.chainReader(tbl, nil)
+	if err != nil {
+		return nil, err
+	}
+	return &Reading{Names: r.names, Chains: r.read, End: r.end}, nil
+}
+
+// chainReader reads chains of a table of the nft variant.
+type chainReader struct {
+	*Program
+	table    names.Table
+	counters func(line string) // as in listByChain
+	names    []string          // of the chains that there were at first
+	there    map[string]bool   // those that there were at last
+	most     int               // how many are read at a time
+	native   []string          // those with native rules, of what has been read
+}
+
+func (t *Program) chainReader(tbl names.Table, counters func(line string)) (*chainReader, error) {
+	r := &chainReader{Program: t, table: tbl, counters: counters, most: partChains}
+	if err := r.list(); err != nil {
+		return nil, fmt.Errorf("listing chains of table %s (%s): %w", tbl, t.Family, err)
+	}
+	r.names = slices.Collect(maps.Keys(r.there))
+	return r, nil
+}
+
+func (r *chainReader) list() error {
+	list, err := nftChains(r.Family, r.table)
+	if err != nil {
+		return err
+	}
+	r.there = make(map[string]bool, len(list))
+	for _, name := range list {
+		r.there[name] = true
+	}
+	return nil
+}
+
+// partChains is how many chains are read at a time. If that takes longer than partTime, it is tried with half as many; one alone is read
+// for SaveTime.
+const (
+	partChains = 500
+	partTime   = time.Second
+)
+
+// read lists chains.
+func (r *chainReader) read(ctx context.Context, wanted []string) (Content, error) {
+	out := Content{}
+	for len(wanted) > 0 {
+		some := wanted[:min(r.most, len(wanted))]
+		limited, cancel := context.WithTimeout(ctx, partTime)
+		if len(some) == 1 {
+			limited = ctx
+		}
+		content, err := r.some(limited, some)
+		late := limited.Err() != nil
+		cancel()
+		switch {
+		case err == nil:
+			maps.Copy(out, content)
+			wanted = wanted[len(some):]
+		case late && ctx.Err() == nil:
+			r.most = len(some) / 2
+		default:
+			return nil, fmt.Errorf("listing chains of table %s %s one by one: %w", nft.FamilyName(r.Family), r.table, err)
+		}
+	}
+	return out, nil
+}
+
+// some lists chains in one go. If that fails, some may have gone.
+func (r *chainReader) some(ctx context.Context, wanted []string) (Content, error) {
+	var failed error
+	for range listTries {
+		there := slices.DeleteFunc(slices.Clone(wanted), func(name string) bool { return !r.there[name] })
+		content, native, err := r.listByChain(ctx, r.table, there, r.counters)
+		if err == nil {
+			r.native = append(r.native, native...)
+			return content, nil
+		}
+		if failed = err; ctx.Err() != nil {
+			break
+		}
+		if err := r.list(); err != nil {
+			return nil, err
+		}
+	}
+	return nil, failed
+}
+
+// end reports native rules.
+func (r *chainReader) end() {
+	slices.Sort(r.native)
+	r.reportNative(r.table, slices.Compact(r.native))
+}
