@@ -242,6 +242,10 @@ func (s *State) forgetIfEmpty(id plan.Service, svc *service) {
 
 // reportNew reports the new findings about an object.
 func (s *State) reportNew(object string, found []source.Finding) {
+	if len(found) == 0 { // most often
+		delete(s.reported, object)
+		return
+	}
 	before := make(map[source.Finding]struct{}, len(s.reported[object]))
 	for _, f := range s.reported[object] {
 		before[f] = struct{}{}
@@ -251,11 +255,7 @@ func (s *State) reportNew(object string, found []source.Finding) {
 			s.report(f)
 		}
 	}
-	if len(found) == 0 {
-		delete(s.reported, object)
-	} else {
-		s.reported[object] = found
-	}
+	s.reported[object] = found
 }
 
 // Update recomputes what the batches since the last Update touched. It returns the plan and how it has changed:
@@ -292,7 +292,7 @@ func (s *State) recompute(id plan.Service, changed plan.Keys) {
 		wanted.Add(spec.key)
 		var endpoints []topology.Endpoint
 		for _, slice := range svc.slices {
-			endpoints = append(endpoints, slice.endpointsFor(spec.key)...)
+			endpoints = slice.appendEndpoints(endpoints, spec.key)
 		}
 		sp := s.servicePort(spec, endpoints)
 		s.reportReserved(spec)
