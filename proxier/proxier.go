@@ -81,6 +81,8 @@ type Result struct {
 	Suspicion            string        // for the Reason Drift, the sign of a change by another program, if there was one
 	In                   Input         // what has come; once for changes that several syncs program
 	Difference           Difference    // from what was last programmed; where it failed, what it should have programmed
+	// Programmed is the plan that the kernel was made equal to by this sync or, where it failed, by the last one that did not; nil for none.
+	Programmed *plan.Snapshot
 }
 
 // The pause after a failed sync doubles from firstRetry on. It is at most suspectShare times the duration of the sync, within
@@ -469,6 +471,7 @@ func (p *Proxier) round(ctx context.Context) {
 		result.Triggers, p.triggers = p.triggers, nil
 	}
 	if p.cfg.Observer != nil {
+		result.Programmed = p.published.Latest()
 		p.cfg.Observer.Synced(desired, change, result)
 	}
 	if (!change.None() || p.goesOn) && result.Err == nil {

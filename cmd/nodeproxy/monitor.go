@@ -99,7 +99,7 @@ func (m *monitor) Synced(p *plan.Plan, change plan.Change, r proxier.Result) {
 	m.record(change, r)
 	m.metrics.Planned(p, change)
 	m.services.Update(p, change)
-	m.listeners.Update(p, change)
+	m.listeners.Update(r.Programmed, change)
 	if r, follows := m.traffic.(interface{ Update(*plan.Plan, plan.Change) }); follows { // Some readers have to know the plan.
 		r.Update(p, change)
 	}
