@@ -4,6 +4,7 @@ package keyed
 import (
 	"hash/maphash"
 	"iter"
+	"slices"
 )
 
 // Set holds values that have their keys in them, by pointers. A map would hold the keys once more, and those of this program are long: of
@@ -67,6 +68,9 @@ func (s *Set[K, V]) Delete(k K) {
 		s.resize(len(s.slots) / 2)
 	}
 }
+
+// Clone returns a Set of the same values.
+func (s *Set[K, V]) Clone() *Set[K, V] { return &Set[K, V]{s.key, slices.Clone(s.slots), s.n} }
 
 // All iterates over the values, in no order. The Set must not change meanwhile.
 func (s *Set[K, V]) All() iter.Seq[*V] {
