@@ -19,11 +19,11 @@ import (
 type portSpec struct {
 	key          plan.Key
 	wants        []plan.Frontend // in order, each address and port once
-	internal     plan.Policy
-	external     plan.Policy
-	sourceRanges []netip.Prefix // canonical
+	sourceRanges []netip.Prefix  // canonical
 	affinity     time.Duration
 	scheduler    plan.Scheduler
+	internal     plan.Policy
+	external     plan.Policy
 	resetTCP     bool
 	critical     bool
 	healthCheck  bool // whether the Service has a health check node port
@@ -59,7 +59,7 @@ func readService(svc *v1.Service, settings *plan.Settings, families []plan.Famil
 	ports := readPorts(svc, f)
 	scheduler := readScheduler(svc, f)
 	resetTCP := readResetTCP(svc, settings.ResetTCP, f)
-	var specs []portSpec
+	specs := make([]portSpec, 0, len(addrs.cluster)*len(ports))
 	for _, family := range families {
 		if !addrs.cluster[family].IsValid() {
 			continue // The Service does not exist in this family.
