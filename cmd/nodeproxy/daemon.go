@@ -8,8 +8,6 @@ import (
 	"log/slog"
 	"maps"
 	"net/netip"
-	"os"
-	"runtime/debug"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -395,22 +393,8 @@ func (d *daemon) goBeside(ctx context.Context) {
 		}
 	})
 	d.running.Go(func() { d.flows.Run(ctx) })
-	d.running.Go(func() {
-		select {
-		case <-ctx.Done():
-		case <-d.monitor.complete: // What the first objects took is free now, and the node may need it.
-			if os.Getenv("GOGC") == "" {
-				debug.SetGCPercent(heapGrowth)
-			}
-			debug.FreeOSMemory()
-		}
-	})
+	d.running.Go(func() { d.saveMemory(ctx) })
 }
-
-// heapGrowth is by how many percent the heap grows, once all is programmed, before garbage is collected, unless the environment variable GOGC says
-// otherwise. Go's own 100 is for programs that make much garbage, as a start does. Behind that it takes thousands of changes to make as much as there is of
-// objects, so that more frequent collections cost next to nothing, and a fifth of the memory is left to others.
-const heapGrowth = 60
 
 // open makes the source that the configuration asks for.
 func (d *daemon) open(ctx context.Context, report source.Report) error {
