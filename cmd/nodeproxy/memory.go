@@ -26,7 +26,7 @@ func limitMemory() {
 // saveMemory gives back what has been taken to initialize the program, to read objects and, when all of them are programmed, to start.
 func (d *daemon) saveMemory(ctx context.Context) {
 	releaseProgram(d.log)
-	for _, over := range []<-chan struct{}{d.buffer.Synced(), d.monitor.complete} {
+	for _, over := range []<-chan struct{}{d.read.Synced(), d.monitor.complete} {
 		select {
 		case <-ctx.Done():
 			return

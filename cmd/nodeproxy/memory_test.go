@@ -3,9 +3,12 @@ package main
 import (
 	"context"
 	"log/slog"
+	"net/netip"
 	"runtime/debug"
 	"testing"
 
+	"nodeproxy/plan"
+	"nodeproxy/proxier"
 	"nodeproxy/source"
 )
 
@@ -25,14 +28,15 @@ func TestSaveMemory(t *testing.T) {
 			t.Setenv("GOGC", test.gogc)
 			was := debug.SetGCPercent(before)
 			defer debug.SetGCPercent(was)
-			d := &daemon{log: slog.New(slog.DiscardHandler), monitor: &monitor{complete: make(chan struct{})}}
+			d := &daemon{log: slog.New(slog.DiscardHandler), monitor: &monitor{complete: make(chan struct{})},
+				read: proxier.NewObjects("n", netip.Addr{}, plan.Settings{}, plan.Families[:])}
 			ctx, cancel := context.WithCancel(t.Context())
 			if !test.read {
 				cancel()
 			} else {
 				defer cancel()
 				close(d.monitor.complete)
-				d.buffer.Apply(source.Batch{Synced: true})
+				d.read.Apply(source.Batch{Synced: true})
 			}
 			d.saveMemory(ctx)
 			if got := debug.SetGCPercent(before); got != test.want {

@@ -65,8 +65,8 @@ func newMonitor(d *daemon, families []plan.Family, f *front) *monitor {
 }
 
 // Queued implements proxier.Observer.
-func (m *monitor) Queued(b source.Batch, synced bool) {
-	m.metrics.Queued(len(b.Services), len(b.EndpointSlices))
+func (m *monitor) Queued(in proxier.Input, synced bool) {
+	m.metrics.Queued(in.Services, in.EndpointSlices)
 	if synced {
 		m.node.Synced()
 		m.node.Queued()
