@@ -167,6 +167,9 @@ func (r *reading) compare(ctx context.Context, s *snapshot, settled bool) (out [
 	if err != nil {
 		return nil, nil, err
 	}
+	if s.layout.partial { // What is left may belong to a ServicePort that is not known yet.
+		clear(have)
+	}
 	if err := r.identify(ctx, settled, have, listed); err != nil {
 		return nil, nil, err
 	}
@@ -188,12 +191,12 @@ func (r *reading) compare(ctx context.Context, s *snapshot, settled bool) (out [
 		for want := range s.expected(map[kind]bool{}) {
 			have.take(want)
 		}
+		if s.layout.partial {
+			clear(have)
+		}
 		if err := r.identify(ctx, settled, have, listed); err != nil {
 			return nil, nil, err
 		}
-	}
-	if s.layout.partial { // It may belong to a ServicePort that is not known yet.
-		clear(r.have)
 	}
 	maps.Copy(r.have, r.foreign)
 	return append(out, removals(r.have, func(id) bool { return true })...), used, nil
