@@ -59,7 +59,7 @@ func (e *engine) snapshot() *snapshot {
 			return nil // It has to be tried again.
 		}
 	}
-	s.current, s.kinds, s.leftover = maps.Clone(s.current), maps.Clone(s.kinds), maps.Clone(s.leftover)
+	s.current, s.kinds, s.leftover = s.current.clone(), maps.Clone(s.kinds), maps.Clone(s.leftover)
 	e.touched = map[id]bool{}
 	return s
 }
@@ -260,8 +260,8 @@ func (e *engine) removeSpareKinds(ctx context.Context, s *snapshot, used map[kin
 	if e.current == nil || e.full != s.full || e.layout.partial || len(e.refused) > 0 {
 		return nil
 	}
-	for k, w := range e.current {
-		if was := s.current[k]; w.sp != was.sp || was.others != nil { // It goes on in steps.
+	for k, w := range e.current.all() {
+		if was := s.current.of(k); w.sp != was.sp || was.others != nil { // It goes on in steps.
 			w.uses(used)
 		}
 	}

@@ -35,7 +35,7 @@ func (e *engine) syncChanged(ctx context.Context, p *plan.Plan, changed plan.Key
 		used := map[kind]bool{}
 		wants = append(wants, e.layout.elements(want, used))
 		groups = append(groups, group{sp: p.Services[k], kinds: slices.Collect(maps.Keys(used))})
-		count(e.current[k].sp, users, -1)
+		count(e.current.of(k).sp, users, -1)
 		count(p.Services[k], users, 1)
 	}
 	stale := rangesByFrontend(e.family, had)
@@ -57,7 +57,7 @@ func (e *engine) syncChanged(ctx context.Context, p *plan.Plan, changed plan.Key
 	if err := t.finish(func() []write {
 		wanted := map[id]bool{}
 		for _, r := range t.refused { // What it keeps has its source ranges, and all of its frontends.
-			e.layout.fill(e.current[r.sp.Key], had, map[kind]bool{})
+			e.layout.fill(e.current.of(r.sp.Key), had, map[kind]bool{})
 		}
 		var refused map[plan.Key]bool
 		refused, kept = t.kept(had)
@@ -92,15 +92,19 @@ func (e *engine) record(steps map[plan.Key]step, refusals []refused, kept map[pl
 	unfinished := plan.Keys{}
 	for k, s := range steps {
 		delete(refused, k)
-		if e.current[k] = s.next; s.next.others != nil {
+		switch {
+		case s.next.others != nil:
 			unfinished.Add(k)
-		} else if s.next.sp == nil {
-			delete(e.current, k)
+			e.current.put(k, s.next)
+		case s.next.sp == nil:
+			e.current.remove(k)
+		default:
+			e.current.put(k, s.next)
 		}
 	}
 	for _, r := range refusals {
 		refused[r.sp.Key] = e.newRefusal(r, kept[r.sp.Key])
-		delete(e.current, r.sp.Key)
+		e.current.remove(r.sp.Key)
 		delete(unfinished, r.sp.Key)
 	}
 	e.unfinished = unfinished

@@ -19,7 +19,7 @@ import (
 type snapshot struct {
 	layout   *layout
 	full     int
-	current  map[plan.Key]written
+	current  *contents
 	refused  []*plan.ServicePort // have their cluster IPs
 	kinds    map[kind]bool
 	others   map[id]value    // of no ServicePort that is written, beside cluster IPs
@@ -52,7 +52,7 @@ func (s *snapshot) expected(used map[kind]bool) iter.Seq[element] {
 		for _, sp := range s.refused {
 			count(sp, users, 1)
 		}
-		for _, w := range s.current {
+		for _, w := range s.current.all() {
 			count(w.sp, users, 1)
 		}
 		for a := range users {
@@ -60,7 +60,7 @@ func (s *snapshot) expected(used map[kind]bool) iter.Seq[element] {
 				return
 			}
 		}
-		for _, w := range s.current {
+		for _, w := range s.current.all() {
 			for _, el := range s.layout.unsorted(w, used) {
 				if el.set != clusterIPs && !yield(el) {
 					return
@@ -125,7 +125,8 @@ func (r *reading) compare(ctx context.Context, s *snapshot, settled bool) (out [
 			listed = append(listed, set)
 		}
 	}
-	if err := r.list(ctx, settled, listed); err != nil {
+	have, err := r.digest(ctx, settled, listed)
+	if err != nil {
 		return nil, nil, err
 	}
 	used = map[kind]bool{}
@@ -155,12 +156,21 @@ func (r *reading) compare(ctx context.Context, s *snapshot, settled bool) (out [
 				}
 				continue
 			}
-			has, is := r.have[want.id]
-			_ = meet(want, has, is)
-			delete(r.have, want.id)
+			is, same := have.take(want)
+			if !is {
+				_ = meet(want, value{}, false)
+			} else if !same && !yield(want) {
+				return
+			}
 		}
 	}, meet)
 	if err != nil {
+		return nil, nil, err
+	}
+	if s.layout.partial { // What is left may belong to a ServicePort that is not known yet.
+		clear(have)
+	}
+	if err := r.identify(ctx, settled, have, listed); err != nil {
 		return nil, nil, err
 	}
 	listed = nil
@@ -174,16 +184,19 @@ func (r *reading) compare(ctx context.Context, s *snapshot, settled bool) (out [
 			listed = append(listed, set)
 		}
 	}
-	if err := r.list(ctx, settled, listed); err != nil {
-		return nil, nil, err
-	}
 	if len(listed) > 0 {
-		for want := range s.expected(map[kind]bool{}) {
-			delete(r.have, want.id)
+		if have, err = r.digest(ctx, settled, listed); err != nil {
+			return nil, nil, err
 		}
-	}
-	if s.layout.partial { // It may belong to a ServicePort that is not known yet.
-		clear(r.have)
+		for want := range s.expected(map[kind]bool{}) {
+			have.take(want)
+		}
+		if s.layout.partial {
+			clear(have)
+		}
+		if err := r.identify(ctx, settled, have, listed); err != nil {
+			return nil, nil, err
+		}
 	}
 	maps.Copy(r.have, r.foreign)
 	return append(out, removals(r.have, func(id) bool { return true })...), used, nil
@@ -232,13 +245,16 @@ func (b *Backend) Verify(ctx context.Context, svc plan.Service) (things int, fou
 func (e *engine) Verify(ctx context.Context, svc plan.Service) (things int, found drift.Found, err error) {
 	var s *snapshot
 	err = backend.Known(ctx, &e.mu, func() bool {
-		s = &snapshot{layout: e.layout, current: map[plan.Key]written{}, kinds: maps.Clone(e.kinds)}
-		for k, w := range e.current {
+		s = &snapshot{layout: e.layout, current: newContents(), kinds: maps.Clone(e.kinds)}
+		if e.current == nil {
+			return false
+		}
+		for k, w := range e.current.all() {
 			if k.Service == svc {
-				s.current[k] = w
+				s.current.put(k, w)
 			}
 		}
-		return e.current != nil
+		return true
 	})
 	if err != nil {
 		return 0, nil, err

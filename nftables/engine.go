@@ -64,7 +64,7 @@ type engine struct {
 	mu sync.Mutex // held by sync
 	// layout and current describe the kernel's content; current is nil if that is not known.
 	layout  *layout
-	current map[plan.Key]written
+	current *contents
 	users   map[netip.Addr]int // how many frontends each cluster IP has
 	kinds   map[kind]bool      // the kinds that have a chain
 	// refused are the ServicePorts that the kernel refuses, which are not in current; spareKinds are elements that lead to
@@ -144,8 +144,8 @@ func (e *engine) meetsUnknown(p *plan.Plan, changed plan.Keys) bool {
 		if sp == nil || k.Family != e.family {
 			continue
 		}
-		before, known := e.current[k]
-		if !known || before.sp == nil || slices.ContainsFunc(sp.Frontends, func(f plan.Frontend) bool { return !before.sp.Has(f) }) {
+		before := e.current.of(k)
+		if before.sp == nil || slices.ContainsFunc(sp.Frontends, func(f plan.Frontend) bool { return !before.sp.Has(f) }) {
 			return true
 		}
 	}

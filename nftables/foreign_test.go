@@ -115,7 +115,7 @@ func TestForeignElements(t *testing.T) {
 	sp := p.Services[plantest.LargeService(2, 0, 3).Key]
 	name := nameOf(plan.IPv4, sp.Frontends[0])
 	endpoint := id{set: endpoints, key: indexed(name, 1)}
-	of, _ := e.current[sp.Key].kindsOf(sp.Frontends[0])
+	of, _ := e.current.of(sp.Key).kindsOf(sp.Frontends[0])
 	lead := id{set: kinds, key: string(native(of.number()))}
 	remove := func(i id) {
 		t.Helper()

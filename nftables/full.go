@@ -98,7 +98,7 @@ func (s *fullSync) read(ctx context.Context) error {
 	s.have = s.remembered()
 	for _, w := range unlike {
 		if delete(s.have, w.id); w.had != nil {
-			_ = s.note(w.id, *w.had)
+			s.note(w.id, *w.had)
 		}
 	}
 	return nil
@@ -251,7 +251,7 @@ func (s *fullSync) write(ctx context.Context) error {
 	}
 	for _, r := range t.refused {
 		refused[r.sp.Key] = s.newRefusal(r, rest.kept[r.sp.Key])
-		delete(d.next, r.sp.Key)
+		d.next.remove(r.sp.Key)
 	}
 	s.updateRefused(refused)
 	e := s.engine
@@ -270,7 +270,7 @@ func (s *fullSync) remainder(t *transactions, d *wanted) remainder {
 	have := maps.Clone(s.have)
 	for _, r := range t.refused { // What was as it should be is not among its writes.
 		mine := map[id]value{}
-		s.layout.fill(d.next[r.sp.Key], mine, map[kind]bool{})
+		s.layout.fill(d.next.of(r.sp.Key), mine, map[kind]bool{})
 		for _, w := range r.writes {
 			delete(mine, w.id)
 		}
@@ -300,9 +300,9 @@ func (s *fullSync) remainder(t *transactions, d *wanted) remainder {
 
 // wanted is what should be in the kernel according to the plan.
 type wanted struct {
-	next  map[plan.Key]written // all ServicePorts but those in held
-	held  []*plan.ServicePort  // refused, and not to be tried yet
-	users map[netip.Addr]int   // how many frontends there are by cluster IP
+	next  *contents           // all ServicePorts but those in held
+	held  []*plan.ServicePort // refused, and not to be tried yet
+	users map[netip.Addr]int  // how many frontends there are by cluster IP
 }
 
 // unmet compares the ServicePorts of the plan with s.have, and leaves there what belongs to none of them. It passes to emit what the kernel
@@ -310,8 +310,8 @@ type wanted struct {
 func (s *fullSync) unmet(ctx context.Context, emit func(group) error) (*wanted, error) {
 	list := s.plan.Sorted(s.family)
 	slices.SortStableFunc(list, func(a, b *plan.ServicePort) int { return side(b.Critical) - side(a.Critical) })
-	d := &wanted{next: make(map[plan.Key]written, len(list)), users: make(map[netip.Addr]int, len(list))}
-	found := func(sp *plan.ServicePort) written { return s.current[sp.Key] }
+	d := &wanted{next: newContents(), users: make(map[netip.Addr]int, len(list))}
+	found := func(sp *plan.ServicePort) written { return s.current.of(sp.Key) }
 	if s.current == nil {
 		found = s.placesFound
 	}
@@ -336,7 +336,7 @@ func (s *fullSync) unmet(ctx context.Context, emit func(group) error) (*wanted, 
 		}
 		w := place(found(sp), sp)
 		s.asked.note(sp.Scheduler.Name)
-		d.next[sp.Key] = w
+		d.next.put(sp.Key, w)
 		clear(leadsTo)
 		mine := s.layout.elements(w, leadsTo)
 		writes, err := s.writesTo(ctx, s.have, mine)

@@ -613,7 +613,7 @@ func TestKindLeadsElsewhere(t *testing.T) {
 		e, k := testEngine(t, plan.IPv4)
 		p := plantest.Large(3, 2)
 		synced(t, e, p, plan.Everything())
-		of, _ := e.current[plantest.LargeService(0, 0, 2).Key].kindsOf(p.Services[plantest.LargeService(0, 0, 2).Key].Frontends[0])
+		of, _ := e.current.of(plantest.LargeService(0, 0, 2).Key).kindsOf(p.Services[plantest.LargeService(0, 0, 2).Key].Frontends[0])
 		number := id{set: kinds, key: string(native(of.number()))}
 		lead, remove := nft.NewBatch(plan.IPv4, names.NFTables), nft.NewBatch(plan.IPv4, names.NFTables)
 		lead.AddChain(nft.Chain{Name: "elsewhere"})

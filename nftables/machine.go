@@ -36,7 +36,7 @@ func (b *Backend) Machine(p *plan.Plan, f plan.Family) *packetsim.Machine {
 		before := map[plan.Key]written{}
 		if e.mu.TryLock() {
 			for k := range p.Services {
-				before[k] = e.current[k]
+				before[k] = e.current.of(k)
 			}
 			e.mu.Unlock()
 		}

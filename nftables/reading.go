@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"hash/maphash"
 	"iter"
 	"maps"
 	"net/netip"
@@ -244,17 +245,25 @@ func (s *fullSync) readSticky(ctx context.Context, led [setCount][]numbers) erro
 // counted is how many elements a set has; 0 where the kernel does not tell.
 func (r *reading) counted(set setID) int { return r.content.Counts[r.sets[set].Name] }
 
-// list reads all elements of sets. settled says to list a set until the kernel's number of its elements has been seen, or nothing new appears:
-// while the kernel moves the elements of a grown set to a larger hash table, which it does in the background, a listing may omit some.
+// list reads all elements of sets into have and foreign.
 func (r *reading) list(ctx context.Context, settled bool, sets []setID) error {
+	return r.listTo(ctx, settled, sets, func(i id, v value) (fresh bool) {
+		before := len(r.have) + len(r.foreign)
+		r.note(i, v)
+		return len(r.have)+len(r.foreign) > before
+	})
+}
+
+// listTo calls visit with all elements of sets, which reports whether one is new. settled says to list a set until the kernel's number of its
+// elements has been seen, or nothing new appears: while the kernel moves the elements of a grown set to a larger hash table, which it does in
+// the background, a listing may omit some.
+func (r *reading) listTo(ctx context.Context, settled bool, sets []setID, visit func(id, value) (fresh bool)) error {
 	var seen [setCount]int
 	note := func(i id, v value) error {
-		if _, known := r.have[i]; !known {
-			if _, known = r.foreign[i]; !known {
-				seen[i.set]++
-			}
+		if visit(i, v) {
+			seen[i.set]++
 		}
-		return r.note(i, v)
+		return nil
 	}
 	for range mostReads {
 		before := seen
@@ -272,11 +281,77 @@ func (r *reading) list(ctx context.Context, settled bool, sets []setID) error {
 	return nil
 }
 
-func (r *reading) note(i id, v value) error {
+func (r *reading) note(i id, v value) {
 	if r.forms[i.set].has(i, v) {
 		r.have[i] = v
 	} else {
 		r.foreign[i] = v
+	}
+}
+
+// digests are of elements: those of their values by those of their ids. There may be very many, of which hardly any is not as it should be,
+// and a digest takes a tenth of the memory of an element. Nobody outside this process knows the seed, and so elements with the same digest.
+type digests map[uint64]uint64
+
+var digestSeed = maphash.MakeSeed()
+
+func digestOf(i id) uint64 { return maphash.Comparable(digestSeed, i) }
+
+func (l digests) note(i id, v value) (fresh bool) {
+	before := len(l)
+	l[digestOf(i)] = maphash.Comparable(digestSeed, v)
+	return len(l) > before
+}
+
+// take removes an element, and reports whether it was there, and as it should be.
+func (l digests) take(want element) (is, same bool) {
+	digest := digestOf(want.id)
+	v, is := l[digest]
+	delete(l, digest)
+	return is, is && v == maphash.Comparable(digestSeed, want.value)
+}
+
+// digest lists sets, of which it notes in foreign what this program does not write.
+func (r *reading) digest(ctx context.Context, settled bool, sets []setID) (digests, error) {
+	n := 0
+	for _, set := range sets {
+		n += r.counted(set)
+	}
+	l := make(digests, n)
+	return l, r.listTo(ctx, settled, sets, func(i id, v value) (fresh bool) {
+		if r.forms[i.set].has(i, v) {
+			return l.note(i, v)
+		}
+		_, known := r.foreign[i]
+		r.foreign[i] = v
+		return !known
+	})
+}
+
+// identify reads what is left in a listing of sets into have, unless a sync has written it meanwhile, which is left to the next comparison.
+// settled is as in list: then what has been listed once is there.
+func (r *reading) identify(ctx context.Context, settled bool, l digests, sets []setID) error {
+	reads := mostReads
+	if !settled {
+		reads = 1
+		r.mu.Lock()
+		for i := range r.touched {
+			delete(l, digestOf(i))
+		}
+		r.mu.Unlock()
+	}
+	for ; reads > 0 && len(l) > 0; reads-- {
+		err := r.each(ctx, r.from, sets, func(i id, v value) error {
+			digest := digestOf(i)
+			if _, is := l[digest]; is {
+				delete(l, digest)
+				r.note(i, v)
+			}
+			return nil
+		})
+		if err != nil {
+			return err
+		}
 	}
 	return nil
 }
@@ -380,10 +455,10 @@ func (s *fullSync) chosen(of endpointSets, led []numbers) map[string]bool {
 
 // noteFound notes what has been looked for, if it is there.
 func (r *reading) noteFound(at element, v value, is bool) error {
-	if !is {
-		return nil
+	if is {
+		r.note(at.id, v)
 	}
-	return r.note(at.id, v)
+	return nil
 }
 
 // writesTo returns the writes that turn had into want. It reads those of the elements to add which may be there already, as an interrupted sync

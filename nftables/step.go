@@ -83,7 +83,7 @@ func (e *engine) steps(keys []plan.Key, p *plan.Plan) map[plan.Key]step {
 	out := make(map[plan.Key]step, len(keys))
 	var large []plan.Key
 	for _, k := range keys {
-		before, want := e.current[k], written{}
+		before, want := e.current.of(k), written{}
 		switch sp := p.Services[k]; {
 		case sp == nil:
 		case sp == before.sp: // It goes on.

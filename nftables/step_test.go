@@ -50,7 +50,7 @@ func TestStepsAreSmall(t *testing.T) {
 				t.Errorf("%s: a transaction had %d elements", what, k.most)
 			}
 			mine, have := map[id]value{}, e.remembered()
-			e.layout.fill(place(e.current[other.Key], &other), mine, map[kind]bool{})
+			e.layout.fill(place(e.current.of(other.Key), &other), mine, map[kind]bool{})
 			for i, want := range mine {
 				if have[i] != want {
 					t.Fatalf("%s: another's change waits", what)
@@ -80,8 +80,8 @@ func TestStepsAreSmall(t *testing.T) {
 	p.Delete(one.Key)
 	p.Delete(two.Key)
 	sync("gone", plan.Keys{one.Key: {}, two.Key: {}}, 4)
-	if e.users[one.Frontends[0].Addr] != 0 || len(e.current) != 20 {
-		t.Errorf("%d ServicePorts are left", len(e.current))
+	if e.users[one.Frontends[0].Addr] != 0 || e.current.len() != 20 {
+		t.Errorf("%d ServicePorts are left", e.current.len())
 	}
 }
 
@@ -96,7 +96,7 @@ func TestStepsTakeTurns(t *testing.T) {
 	p.Set(restless)
 	p.Set(other)
 	changed := plan.Keys{restless.Key: {}, other.Key: {}}
-	for n := 0; e.current[other.Key].sp == nil || e.current[other.Key].others != nil; n++ {
+	for n := 0; e.current.of(other.Key).sp == nil || e.current.of(other.Key).others != nil; n++ {
 		if n > 200 {
 			t.Fatal("the other one is not finished after 200 syncs")
 		}
@@ -108,7 +108,7 @@ func TestStepsTakeTurns(t *testing.T) {
 		p.Set(many(50, 40, 20, 50_000))
 		synced(t, e, p, plan.Only(changed))
 	}
-	for fe, v := range e.current[restless.Key].frontends() {
+	for fe, v := range e.current.of(restless.Key).frontends() {
 		if v.endpoints(false)[0].Addr() != plantest.LargeService(50, 50_000, 20).Endpoints.Cluster[0].Addr.Addr() && !slices.Contains(v.sp.Endpoints.Cluster, plantest.LargeService(50, 50_000, 20).Endpoints.Cluster[0]) {
 			t.Fatalf("%s has endpoints of long ago", fe)
 		}
@@ -220,12 +220,12 @@ func TestStepsBehindClusterIP(t *testing.T) {
 	p := plantest.Large(2, 1)
 	p.Set(many(50, 5, 40, 0))
 	synced(t, e, p, plan.Everything())
-	first := e.current[many(50, 5, 40, 0).Key].sp
+	first := e.current.of(many(50, 5, 40, 0).Key).sp
 	for n := range 12 {
 		sp := many(50, 5, 40, 1000*(n+1))
 		changeOf(t, e, p, sp)
 	}
-	for fe, v := range e.current[first.Key].frontends() {
+	for fe, v := range e.current.of(first.Key).frontends() {
 		if v.sp == first {
 			t.Errorf("%s has not changed in 12 syncs", fe)
 		}

@@ -72,7 +72,15 @@ func (f Family) Loopback() netip.Prefix {
 	return loopback6
 }
 
-func (f Family) String() string { return fmt.Sprintf("IPv%d", uint8(f)) }
+func (f Family) String() string {
+	switch f { // Everything that is reported of a ServicePort comes by here.
+	case IPv4:
+		return "IPv4"
+	case IPv6:
+		return "IPv6"
+	}
+	return fmt.Sprintf("IPv%d", uint8(f))
+}
 
 // Protocol is a transport protocol, spelled as in the Kubernetes API.
 type Protocol string
@@ -142,7 +150,9 @@ func (k Key) PortName() string {
 	return k.Service.String() + ":" + k.Port
 }
 
-func (k Key) String() string { return fmt.Sprintf("%s/%s/%s", k.PortName(), k.Protocol, k.Family) }
+func (k Key) String() string {
+	return k.PortName() + "/" + string(k.Protocol) + "/" + k.Family.String()
+}
 
 // Compare orders keys by Service, port name, protocol and family.
 func (k Key) Compare(o Key) int {

@@ -137,34 +137,58 @@ type Object struct {
 	LeftToBalancer []string
 	// ProxyProtocol is the annotation by which the load balancer is to put a PROXY header before what it passes on; empty if there is none.
 	ProxyProtocol string
-	selector      []label
+}
+
+// packedObject is an Object, and the selector, in half of the memory: of most, little is known.
+type packedObject struct {
+	kind     string
+	ports    []Port
+	selector []label
+	rest     *Object // without Type and Ports; nil where all of it is empty
+}
+
+// object returns the Object.
+func (p *packedObject) object() (out Object) {
+	if p.rest != nil {
+		out = *p.rest
+	}
+	out.Type, out.Ports = p.kind, p.ports
+	return out
 }
 
 // label is a part of a selector. A map takes 350 bytes however few there are, and most Services have one or two.
 type label struct{ key, value string }
 
-func readObject(svc *v1.Service) Object {
-	out := Object{Type: string(svc.Spec.Type), Ingress: len(svc.Status.LoadBalancer.Ingress), PublishNotReady: svc.Spec.PublishNotReadyAddresses,
-		ProxyProtocol: source.ProxyProtocol(svc.Annotations)}
+func packObject(svc *v1.Service) packedObject {
+	out := packedObject{kind: string(svc.Spec.Type)}
+	if n := len(svc.Spec.Selector); n > 0 {
+		out.selector = make([]label, 0, n)
+	}
 	for key, value := range svc.Spec.Selector {
 		out.selector = append(out.selector, label{key, value})
 	}
+	rest := Object{Ingress: len(svc.Status.LoadBalancer.Ingress), PublishNotReady: svc.Spec.PublishNotReadyAddresses,
+		ProxyProtocol: source.ProxyProtocol(svc.Annotations)}
 	if svc.Spec.Type == v1.ServiceTypeExternalName {
-		out.ExternalName = strings.TrimSuffix(svc.Spec.ExternalName, ".")
+		rest.ExternalName = strings.TrimSuffix(svc.Spec.ExternalName, ".")
 	} else {
-		out.Headless = svc.Spec.ClusterIP == v1.ClusterIPNone
+		rest.Headless = svc.Spec.ClusterIP == v1.ClusterIPNone
 	}
 	for _, in := range svc.Status.LoadBalancer.Ingress {
 		if in.IP != "" && in.IPMode != nil && *in.IPMode == v1.LoadBalancerIPModeProxy {
-			out.LeftToBalancer = append(out.LeftToBalancer, in.IP)
+			rest.LeftToBalancer = append(rest.LeftToBalancer, in.IP)
 		}
+	}
+	if rest.Headless || rest.ExternalName != "" || rest.PublishNotReady || rest.Ingress > 0 || rest.ProxyProtocol != "" {
+		rest := rest
+		out.rest = &rest
 	}
 	for _, p := range svc.Spec.Ports {
 		port := Port{Name: p.Name, Protocol: plan.Protocol(p.Protocol), Number: uint16(p.Port), Target: p.TargetPort.String()}
 		if port.Target == "0" || port.Target == "" { // The API server fills it in; a file may not have it.
 			port.Target = strconv.Itoa(int(p.Port))
 		}
-		out.Ports = append(out.Ports, port)
+		out.ports = append(out.ports, port)
 	}
 	return out
 }
@@ -177,7 +201,7 @@ func (s *State) Describe(id plan.Service) (*Description, bool) {
 	}
 	d := &Description{
 		Service: id, NodeKnown: s.nodeKnown, Excluded: s.excluded, Leaving: s.leaving, NodesDown: map[string]string{},
-		PodCIDRs: s.podCIDRs, Exists: svc.exists, Object: svc.object, Frontends: map[netip.AddrPort]Owned{},
+		PodCIDRs: s.podCIDRs, Exists: svc.exists, Object: svc.object.object(), Frontends: map[netip.AddrPort]Owned{},
 		Findings: slices.Clone(s.reported["Service "+id.String()]),
 	}
 	for _, l := range svc.object.selector {
@@ -215,17 +239,19 @@ func (s *State) Describe(id plan.Service) (*Description, bool) {
 	for _, k := range s.plan.KeysOf(id) {
 		sp := s.plan.Services[k]
 		for _, ep := range sp.All() {
-			at := claim{family: k.Family, addr: ep.Addr.Addr(), protocol: k.Protocol, port: ep.Addr.Port()}
-			if slices.Contains(s.plan.Node.IPs, at.addr) && s.plan.Settings.NodePortsAnswer(s.plan.Node, at.addr) {
-				at.addr = netip.Addr{}
+			at := plan.Frontend{Addr: ep.Addr.Addr(), Protocol: k.Protocol, Port: ep.Addr.Port()}
+			if slices.Contains(s.plan.Node.IPs, at.Addr) && s.plan.Settings.NodePortsAnswer(s.plan.Node, at.Addr) {
+				at.Addr = netip.Addr{}
 			}
-			if list := s.claims[at]; len(list) > 0 && (list[0].kind == plan.ClusterIP || list[0].kind == plan.NodePort) {
-				d.Frontends[ep.Addr] = Owned{plan.Frontend{Kind: list[0].kind, Addr: at.addr, Protocol: at.protocol, Port: at.port}, list[0].key.Service}
+			if owner, is := s.claims.owners[claimOf(at, k.Family)]; is && (owner.kind == plan.ClusterIP || owner.kind == plan.NodePort) {
+				at.Kind = owner.kind
+				d.Frontends[ep.Addr] = Owned{at, owner.key.Service}
 			}
 		}
 		for _, f := range sp.Frontends {
-			if list := s.claims[claimOf(f, k.Family)]; len(list) > 1 && len(d.Contested) < mostContested && list[1].key.Service != id {
-				d.Contested = append(d.Contested, Contested{f, *list[1].key})
+			others := s.claims.others[claimOf(f, k.Family)]
+			if len(others) > 0 && len(d.Contested) < mostContested && others[0].key.Service != id {
+				d.Contested = append(d.Contested, Contested{f, *others[0].key})
 			}
 		}
 		d.ServicePorts = append(d.ServicePorts, sp)

@@ -163,8 +163,8 @@ func (r *results) Compared(why string, _ time.Time, _ time.Duration, _ bool) {
 	r.compared = append(r.compared, why)
 }
 
-func (r *results) Queued(source.Batch, bool) {}
-func (r *results) Taken()                    {}
+func (r *results) Queued(Input, bool) {}
+func (r *results) Taken()             {}
 func (r *results) Synced(_ *plan.Plan, _ plan.Change, got Result) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -57,8 +57,8 @@ type Config struct {
 
 // Observer is notified as changes make their way to the kernel. Its methods must not block, nor call the Proxier.
 type Observer interface {
-	// Queued is called for a batch that waits for a sync. synced is true once all objects have been delivered, with this batch.
-	Queued(b source.Batch, synced bool)
+	// Queued is called for objects that wait for a sync. synced is true once all objects have been delivered, with these.
+	Queued(in Input, synced bool)
 	// Taken is called when a sync has taken all waiting batches. It is not called before all objects have been delivered.
 	Taken()
 	// Synced is called with the result of that sync. change is as in Backend.Sync; p must not be kept.
@@ -81,6 +81,8 @@ type Result struct {
 	Suspicion            string        // for the Reason Drift, the sign of a change by another program, if there was one
 	In                   Input         // what has come; once for changes that several syncs program
 	Difference           Difference    // from what was last programmed; where it failed, what it should have programmed
+	// Programmed is the plan that the kernel was made equal to by this sync or, where it failed, by the last one that did not; nil for none.
+	Programmed *plan.Snapshot
 }
 
 // The pause after a failed sync doubles from firstRetry on. It is at most suspectShare times the duration of the sync, within
@@ -128,7 +130,7 @@ type Proxier struct {
 	// published has the plan that the backend was last made equal to.
 	published plan.Publisher
 
-	// Only Run's goroutine changes state, and it holds stateMu while it does.
+	// Only Run's goroutine changes state, and Apply before synced is set. They hold stateMu while they do.
 	stateMu sync.RWMutex
 	state   *State
 
@@ -156,7 +158,8 @@ type Proxier struct {
 
 	mu      sync.Mutex
 	pending source.Batch
-	since   time.Time         // when pending was first added to
+	first   Input             // what is in state already, and no sync has taken yet
+	since   time.Time         // when pending or first was first added to
 	synced  bool              // a batch with Synced has come
 	resync  bool              // everything must be compared with the kernel
 	reserve *[]netip.AddrPort // what Reserve was called with last; nil once that is taken
@@ -193,16 +196,23 @@ func New(cfg Config) *Proxier {
 }
 
 // Apply records a batch; it never waits for a sync. Of an object that changes again before it is used, only the last version
-// counts.
+// counts. Until everything has been delivered, objects are read at once: nothing is programmed before that, and read objects take a third of
+// the memory.
 func (p *Proxier) Apply(b source.Batch) {
 	p.mu.Lock()
 	if p.since.IsZero() {
 		p.since = time.Now()
 	}
-	p.pending.Merge(b)
-	p.synced = p.synced || b.Synced
+	if p.synced = p.synced || b.Synced; p.synced {
+		p.pending.Merge(b)
+	} else {
+		p.stateMu.Lock()
+		p.state.applyFirst(b)
+		p.stateMu.Unlock()
+		p.first.Add(arrived(b))
+	}
 	if p.cfg.Observer != nil {
-		p.cfg.Observer.Queued(b, p.synced) // with the lock held, so that Taken can't come between
+		p.cfg.Observer.Queued(countInput(b), p.synced) // with the lock held, so that Taken can't come between
 	}
 	p.mu.Unlock()
 	signal(p.wake)
@@ -470,6 +480,7 @@ func (p *Proxier) round(ctx context.Context) {
 		result.Triggers, p.triggers = p.triggers, nil
 	}
 	if p.cfg.Observer != nil {
+		result.Programmed = p.published.Latest()
 		p.cfg.Observer.Synced(desired, change, result)
 	}
 	if (!change.None() || p.goesOn) && result.Err == nil {
@@ -541,6 +552,8 @@ func (p *Proxier) take() (b source.Batch, since time.Time, resync bool, reserve 
 	if p.synced && p.cfg.Observer != nil {
 		p.cfg.Observer.Taken()
 	}
+	p.input.Add(p.first)
+	p.first = Input{}
 	b, since, resync, reserve = p.pending, p.since, p.resync, p.reserve
 	p.pending, p.since, p.resync, p.reserve = source.Batch{}, time.Time{}, false, nil
 	return b, since, resync, reserve

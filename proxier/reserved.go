@@ -65,7 +65,7 @@ func (s *State) touchReserved(before, now map[netip.AddrPort]struct{}) {
 	}
 	for _, list := range []map[netip.AddrPort]struct{}{before, now} {
 		for at := range list {
-			s.touchClaimants(claim{at.Addr(), plan.TCP, at.Port(), plan.FamilyOf(at.Addr())})
+			s.touchClaimants(claimOf(plan.Frontend{Addr: at.Addr(), Protocol: plan.TCP, Port: at.Port()}, plan.FamilyOf(at.Addr())))
 		}
 	}
 }

@@ -19,11 +19,11 @@ import (
 type portSpec struct {
 	key          plan.Key
 	wants        []plan.Frontend // in order, each address and port once
-	internal     plan.Policy
-	external     plan.Policy
-	sourceRanges []netip.Prefix // canonical
+	sourceRanges []netip.Prefix  // canonical
 	affinity     time.Duration
 	scheduler    plan.Scheduler
+	internal     plan.Policy
+	external     plan.Policy
 	resetTCP     bool
 	critical     bool
 	healthCheck  bool // whether the Service has a health check node port
@@ -59,7 +59,7 @@ func readService(svc *v1.Service, settings *plan.Settings, families []plan.Famil
 	ports := readPorts(svc, f)
 	scheduler := readScheduler(svc, f)
 	resetTCP := readResetTCP(svc, settings.ResetTCP, f)
-	var specs []portSpec
+	specs := make([]portSpec, 0, len(addrs.cluster)*len(ports))
 	for _, family := range families {
 		if !addrs.cluster[family].IsValid() {
 			continue // The Service does not exist in this family.
@@ -96,7 +96,7 @@ type addresses struct {
 }
 
 func readAddresses(svc *v1.Service, f *source.Findings) addresses {
-	out := addresses{cluster: map[plan.Family]netip.Addr{}, sourceRanges: map[plan.Family][]netip.Prefix{}}
+	out := addresses{cluster: map[plan.Family]netip.Addr{}}
 	usable := func(field, text, effect string, linkLocal bool) (netip.Addr, bool) {
 		ip, ok := source.ParseIP(text)
 		what := source.SpecialAddress(ip)
@@ -169,6 +169,10 @@ func (a *addresses) otherFamily(svc *v1.Service, f *source.Findings) {
 // that can't be read admits no source. If it is the only range of its family, whichever that was meant to be, leaving it out would
 // admit every source; so a range without usable sources replaces it.
 func (a *addresses) readSourceRanges(svc *v1.Service, f *source.Findings) {
+	if len(svc.Spec.LoadBalancerSourceRanges) == 0 {
+		return
+	}
+	a.sourceRanges = map[plan.Family][]netip.Prefix{}
 	bad := map[plan.Family]bool{} // the families that an unreadable range may have been meant for
 	for i, text := range svc.Spec.LoadBalancerSourceRanges {
 		cidr, ok := parseCIDR(strings.TrimSpace(text))
@@ -251,6 +255,9 @@ func frontends(svc *v1.Service, addrs addresses, port v1.ServicePort, family pla
 	}
 	if first && hasHealthCheck(svc) {
 		out = append(out, plan.Frontend{Kind: plan.HealthCheckNodePort, Protocol: plan.TCP, Port: uint16(svc.Spec.HealthCheckNodePort)})
+	}
+	if len(out) == 1 {
+		return out
 	}
 	slices.SortFunc(out, plan.Frontend.Compare)
 	// An address listed twice, even as two kinds, is one frontend: of the kind that takes precedence.

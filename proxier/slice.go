@@ -50,15 +50,18 @@ func (d *details) equal(o *details) bool {
 // pack packs endpoints.
 func pack(list []topology.Endpoint) []packed {
 	out := make([]packed, len(list))
-	var last *details
-	for i, ep := range list {
+	last := &details{}
+	for i := range list {
+		ep := &list[i]
 		out[i] = packed{ep.Addr.Addr(), unique.Make(ep.Node), nil, ep.Weight, ep.Ready, ep.Serving, ep.Terminating}
-		if now := (&details{ep.Zone, ep.Pod, ep.ForNodes, ep.ForZones}); !now.equal(&details{}) {
-			if last == nil || !last.equal(now) {
-				last = now
-			}
-			out[i].details = last
+		now := details{ep.Zone, ep.Pod, ep.ForNodes, ep.ForZones}
+		if now.equal(&details{}) {
+			continue
 		}
+		if !last.equal(&now) {
+			last = &details{now.zone, now.pod, now.forNodes, now.forZones}
+		}
+		out[i].details = last
 	}
 	return out
 }
@@ -84,10 +87,10 @@ func (s *slice) described() Slice {
 	return out
 }
 
-// endpointsFor returns the slice's endpoints for one port of a Service.
-func (s *slice) endpointsFor(key plan.Key) []topology.Endpoint {
+// appendEndpoints appends the slice's endpoints for one port of a Service.
+func (s *slice) appendEndpoints(out []topology.Endpoint, key plan.Key) []topology.Endpoint {
 	ports := portsFor(s.family, s.ports, key)
-	out := make([]topology.Endpoint, 0, len(ports)*len(s.endpoints))
+	out = slices.Grow(out, len(ports)*len(s.endpoints))
 	for _, port := range ports {
 		for i := range s.endpoints {
 			out = append(out, s.endpoints[i].at(port.Number))
@@ -156,22 +159,20 @@ func readSlice(es *discovery.EndpointSlice) (*slice, []source.Finding) {
 }
 
 func readEndpoint(e *discovery.Endpoint, family plan.Family, f *source.Findings, i int) (topology.Endpoint, bool) {
-	const effect = "this endpoint is not used"
-	field := fmt.Sprintf("endpoints[%d].addresses", i)
-	if len(e.Addresses) == 0 {
-		f.Problem(field, effect, "no address")
+	unused := func(part, detail string, args ...any) (topology.Endpoint, bool) {
+		f.Problem(fmt.Sprintf("endpoints[%d].addresses%s", i, part), "this endpoint is not used", detail, args...)
 		return topology.Endpoint{}, false
+	}
+	if len(e.Addresses) == 0 {
+		return unused("", "no address")
 	}
 	// A slice's endpoint may list several addresses; only the first has a meaning (KEP-0752).
-	field += "[0]"
 	ip, ok := source.ParseIP(e.Addresses[0])
 	if !ok || plan.FamilyOf(ip) != family {
-		f.Problem(field, effect, "%.80q is not an %s address", e.Addresses[0], family)
-		return topology.Endpoint{}, false
+		return unused("[0]", "%.80q is not an %s address", e.Addresses[0], family)
 	}
 	if what := source.SpecialAddress(ip); what != "" {
-		f.Problem(field, effect, "%s is %s", ip, what)
-		return topology.Endpoint{}, false
+		return unused("[0]", "%s is %s", ip, what)
 	}
 	ep := topology.Endpoint{
 		Addr:        netip.AddrPortFrom(ip, 0),

@@ -64,7 +64,7 @@ type State struct {
 // service is the known state of one Service.
 type service struct {
 	exists bool // there is a Service object, even if it is not proxied
-	object Object
+	object packedObject
 	specs  []portSpec // nil while there is none to proxy
 	slices []*slice   // in order of name
 }
@@ -87,7 +87,7 @@ func NewState(nodeName string, settings plan.Settings, families []plan.Family, r
 		slices: keyed.New(func(s *slice) types.NamespacedName {
 			return types.NamespacedName{Namespace: s.service.Namespace, Name: s.name}
 		}),
-		claims:   claims{},
+		claims:   newClaims(),
 		dirty:    map[plan.Service]struct{}{},
 		given:    settings.ServiceCIDRs,
 		cidrs:    map[string][]netip.Prefix{},
@@ -152,9 +152,9 @@ func (s *State) applyService(name types.NamespacedName, obj *v1.Service) {
 		s.unclaim(&svc.specs[i])
 	}
 	var found []source.Finding
-	svc.specs, svc.exists, svc.object = nil, obj != nil, Object{}
+	svc.specs, svc.exists, svc.object = nil, obj != nil, packedObject{}
 	if svc.exists {
-		svc.object = readObject(obj)
+		svc.object = packObject(obj)
 		svc.specs, found = readService(obj, &s.plan.Settings, s.families)
 	}
 	for i := range svc.specs {
@@ -242,6 +242,10 @@ func (s *State) forgetIfEmpty(id plan.Service, svc *service) {
 
 // reportNew reports the new findings about an object.
 func (s *State) reportNew(object string, found []source.Finding) {
+	if len(found) == 0 { // most often
+		delete(s.reported, object)
+		return
+	}
 	before := make(map[source.Finding]struct{}, len(s.reported[object]))
 	for _, f := range s.reported[object] {
 		before[f] = struct{}{}
@@ -251,11 +255,7 @@ func (s *State) reportNew(object string, found []source.Finding) {
 			s.report(f)
 		}
 	}
-	if len(found) == 0 {
-		delete(s.reported, object)
-	} else {
-		s.reported[object] = found
-	}
+	s.reported[object] = found
 }
 
 // Update recomputes what the batches since the last Update touched. It returns the plan and how it has changed:
@@ -292,7 +292,7 @@ func (s *State) recompute(id plan.Service, changed plan.Keys) {
 		wanted.Add(spec.key)
 		var endpoints []topology.Endpoint
 		for _, slice := range svc.slices {
-			endpoints = append(endpoints, slice.endpointsFor(spec.key)...)
+			endpoints = slice.appendEndpoints(endpoints, spec.key)
 		}
 		sp := s.servicePort(spec, endpoints)
 		s.reportReserved(spec)

@@ -129,7 +129,7 @@ func checkForgets(t *rapid.T, c *cluster, s *State) {
 	}
 	s.Apply(gone)
 	s.Update()
-	if n := len(s.services) + len(s.claims) + s.slices.Len() + len(s.plan.Services) + len(s.dirty) + len(s.cidrs); n > 0 {
+	if n := len(s.services) + len(s.claims.owners) + len(s.claims.others) + s.slices.Len() + len(s.plan.Services) + len(s.dirty) + len(s.cidrs); n > 0 {
 		t.Fatalf("%d things are left when all objects are gone", n)
 	}
 	for object := range s.reported {

@@ -86,13 +86,25 @@ func choose(endpoints []Endpoint, node Node, policy plan.Policy, allowed func(En
 		reasons[i] = allowed(ep)
 		anyReady = anyReady || ep.Ready && reasons[i] == ""
 	}
-	var chosen []plan.Endpoint
+	n := 0
 	for i, ep := range endpoints {
-		reason := reasons[i]
-		if reason == "" {
-			reason = condition(ep, anyReady)
+		if reasons[i] == "" {
+			reasons[i] = condition(ep, anyReady)
 		}
-		if reason != "" {
+		if reasons[i] == "" {
+			n++
+		}
+	}
+	// Both lists stay, for very many ServicePorts: so they are made no longer than they have to be.
+	var chosen []plan.Endpoint
+	if n > 0 {
+		chosen = make([]plan.Endpoint, 0, n)
+	}
+	if n < len(endpoints) {
+		*excluded = append(make([]plan.Exclusion, 0, len(*excluded)+len(endpoints)-n), *excluded...)
+	}
+	for i, ep := range endpoints {
+		if reason := reasons[i]; reason != "" {
 			*excluded = append(*excluded, plan.Exclusion{Addr: ep.Addr, Policy: policy, Reason: reason})
 			continue
 		}
@@ -126,21 +138,24 @@ func condition(ep Endpoint, anyReady bool) plan.Reason {
 // names this node (or its zone): otherwise some endpoint would get no traffic from anywhere, or this node would have none to send
 // to. Node hints take precedence over zone hints.
 func allowAny(endpoints []Endpoint, node Node) func(Endpoint) plan.Reason {
-	ready := slices.DeleteFunc(slices.Clone(endpoints), func(ep Endpoint) bool { return !ep.Ready })
 	forNode := func(ep Endpoint) []string { return ep.ForNodes }
 	forZone := func(ep Endpoint) []string { return ep.ForZones }
 	switch {
-	case hinted(ready, node.Name, forNode):
+	case hinted(endpoints, node.Name, forNode):
 		return byHint(node.Name, forNode, plan.NotForThisNode)
-	case hinted(ready, node.Zone, forZone):
+	case hinted(endpoints, node.Zone, forZone):
 		return byHint(node.Zone, forZone, plan.NotForThisZone)
 	}
 	return func(Endpoint) plan.Reason { return "" }
 }
 
-func hinted(ready []Endpoint, name string, hints func(Endpoint) []string) bool {
+// hinted reports whether all ready endpoints have hints, and one of these has a name.
+func hinted(endpoints []Endpoint, name string, hints func(Endpoint) []string) bool {
 	here := false
-	for _, ep := range ready {
+	for _, ep := range endpoints {
+		if !ep.Ready {
+			continue
+		}
 		h := hints(ep)
 		if len(h) == 0 {
 			return false

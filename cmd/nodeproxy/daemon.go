@@ -8,8 +8,6 @@ import (
 	"log/slog"
 	"maps"
 	"net/netip"
-	"os"
-	"runtime/debug"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -43,13 +41,13 @@ type daemon struct {
 	from     string                // names the source
 	files    *manifest.Source      // it, if it is one of files
 	watches  func() []source.Watch // how current the objects are; none for those of files
-	// buffer keeps what the source delivers until there is a proxier.
-	buffer source.Buffer
-	// ctx ends when the daemon is to stop. running are all its goroutines, and read receives what the source ended with.
+	// read is what the source delivers until there is a proxier.
+	read *proxier.Objects
+	// ctx ends when the daemon is to stop. running are all its goroutines, and ended receives what the source ended with.
 	ctx     context.Context
 	cancel  context.CancelFunc
 	running sync.WaitGroup
-	read    chan error
+	ended   chan error
 	// replaced is set before ctx ends if a daemon with another configuration takes the place of this one.
 	replaced bool
 	// rejected is what was last reported about a configuration file that is not in force.
@@ -82,7 +80,8 @@ type daemon struct {
 // newDaemon makes a daemon that stops when ctx ends. It writes nothing to the kernel, and reads no objects before begin.
 func newDaemon(ctx context.Context, cfg *config.Config, log *slog.Logger) (*daemon, error) {
 	d := &daemon{cfg: cfg, mode: modeNamed(cfg.Mode), log: log, families: hostFamilies(log), event: func(_, _, _ string) {}, normalEvent: func(_, _ string) {},
-		read: make(chan error, 1), watches: func() []source.Watch { return nil }}
+		ended: make(chan error, 1), watches: func() []source.Watch { return nil }}
+	d.read = proxier.NewObjects(cfg.NodeName, nodeIP(cfg), cfg.Settings, d.families)
 	d.ctx, d.cancel = context.WithCancel(ctx)
 	d.metrics = metrics.New(metrics.Config{Mode: d.mode.name, Version: version, Families: d.families, Start: started, Log: log})
 	d.metrics.CollectRESTClient(requests)
@@ -103,13 +102,13 @@ func newDaemon(ctx context.Context, cfg *config.Config, log *slog.Logger) (*daem
 func (d *daemon) begin() {
 	d.running.Go(func() {
 		defer d.cancel() // Whatever ends, the rest does too.
-		err := d.objects.Run(d.ctx, &d.buffer)
+		err := d.objects.Run(d.ctx, d.read)
 		if errors.Is(err, context.Canceled) {
 			err = nil
 		} else if err != nil {
 			err = fmt.Errorf("reading objects from %s: %w", d.from, err)
 		}
-		d.read <- err
+		d.ended <- err
 	})
 }
 
@@ -158,11 +157,11 @@ func (d *daemon) stop() {
 // await returns when all objects have been read, or with the error for which they can't be.
 func (d *daemon) await() error {
 	select {
-	case <-d.buffer.Synced():
+	case <-d.read.Synced():
 		return nil
 	case <-d.ctx.Done():
-		err := <-d.read
-		d.read <- err
+		err := <-d.ended
+		d.ended <- err
 		return cmp.Or(err, context.Cause(d.ctx))
 	}
 }
@@ -190,17 +189,21 @@ func (d *daemon) build(f *front) error {
 	tracked := d.mode.flows
 	tracked.Families, tracked.ServiceCIDRs, tracked.Observe, tracked.Log = d.backend.Families(), known, flowsSwept(d.metrics), d.log
 	d.flows = flows.New(tracked)
-	nodeIP := cfg.Servers.Bind
-	if nodeIP.IsUnspecified() {
-		nodeIP = netip.Addr{}
-	}
 	d.proxier = proxier.New(proxier.Config{
-		NodeName: cfg.NodeName, NodeIP: nodeIP, Settings: cfg.Settings, Families: d.backend.Families(),
+		NodeName: cfg.NodeName, NodeIP: nodeIP(cfg), Settings: cfg.Settings, Families: d.backend.Families(),
 		Backend:    d.flows.After(d.backend, d.backend.unfinished),
 		MostAtOnce: d.backend.mostAtOnce, Compare: d.backend.compare, Unfinished: d.backend.unfinished,
 		MinSyncPeriod: cfg.MinSyncPeriod, CompareEvery: cfg.SyncPeriod, Observer: d.monitor, Report: unlessSaid(cfg, d.report), Log: d.log,
 	})
 	return nil
+}
+
+// nodeIP is the address that takes the place of that of the Node's object; none for the zero Addr.
+func nodeIP(cfg *config.Config) netip.Addr {
+	if cfg.Servers.Bind.IsUnspecified() {
+		return netip.Addr{}
+	}
+	return cfg.Servers.Bind
 }
 
 // trackConnections makes the kernel track connections as configured.
@@ -315,7 +318,7 @@ func (d *daemon) run(claim *claim, front *front) error {
 	err := d.awaitClaim(ctx, claim)
 	if err != nil && ctx.Err() != nil {
 		d.log.Info("the wait for another proxy ends; nothing has been written")
-		return <-d.read // It has ended, or does so by the very end of ctx.
+		return <-d.ended // It has ended, or does so by the very end of ctx.
 	}
 	if err == nil {
 		err = front.prepare(d.cfg)
@@ -327,7 +330,7 @@ func (d *daemon) run(claim *claim, front *front) error {
 		front.discard()
 		d.warn(err.Error())
 		d.cancel()
-		return &startError{errors.Join(err, <-d.read)}
+		return &startError{errors.Join(err, <-d.ended)}
 	}
 	front.serve(d)
 	d.running.Go(func() { d.monitor.listeners.Run(ctx) })
@@ -336,7 +339,7 @@ func (d *daemon) run(claim *claim, front *front) error {
 	if d.location != nil {
 		d.followLocation(ctx)
 	}
-	d.buffer.PassTo(d.proxier)
+	d.read.PassTo(d.proxier)
 	d.proxier.Run(ctx)
 	d.running.Wait()
 	if d.backend.close != nil {
@@ -344,7 +347,7 @@ func (d *daemon) run(claim *claim, front *front) error {
 			d.log.Warn("some sockets of the mode stay open", "error", err)
 		}
 	}
-	if err := <-d.read; err != nil {
+	if err := <-d.ended; err != nil {
 		return err
 	}
 	if !d.replaced {
@@ -396,22 +399,8 @@ func (d *daemon) goBeside(ctx context.Context) {
 		}
 	})
 	d.running.Go(func() { d.flows.Run(ctx) })
-	d.running.Go(func() {
-		select {
-		case <-ctx.Done():
-		case <-d.monitor.complete: // What the first objects took is free now, and the node may need it.
-			if os.Getenv("GOGC") == "" {
-				debug.SetGCPercent(heapGrowth)
-			}
-			debug.FreeOSMemory()
-		}
-	})
+	d.running.Go(func() { d.saveMemory(ctx) })
 }
-
-// heapGrowth is by how many percent the heap grows, once all is programmed, before garbage is collected, unless the environment variable GOGC says
-// otherwise. Go's own 100 is for programs that make much garbage, as a start does. Behind that it takes thousands of changes to make as much as there is of
-// objects, so that more frequent collections cost next to nothing, and a fifth of the memory is left to others.
-const heapGrowth = 60
 
 // open makes the source that the configuration asks for.
 func (d *daemon) open(ctx context.Context, report source.Report) error {

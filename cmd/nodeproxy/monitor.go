@@ -65,8 +65,8 @@ func newMonitor(d *daemon, families []plan.Family, f *front) *monitor {
 }
 
 // Queued implements proxier.Observer.
-func (m *monitor) Queued(b source.Batch, synced bool) {
-	m.metrics.Queued(len(b.Services), len(b.EndpointSlices))
+func (m *monitor) Queued(in proxier.Input, synced bool) {
+	m.metrics.Queued(in.Services, in.EndpointSlices)
 	if synced {
 		m.node.Synced()
 		m.node.Queued()
@@ -99,7 +99,7 @@ func (m *monitor) Synced(p *plan.Plan, change plan.Change, r proxier.Result) {
 	m.record(change, r)
 	m.metrics.Planned(p, change)
 	m.services.Update(p, change)
-	m.listeners.Update(p, change)
+	m.listeners.Update(r.Programmed, change)
 	if r, follows := m.traffic.(interface{ Update(*plan.Plan, plan.Change) }); follows { // Some readers have to know the plan.
 		r.Update(p, change)
 	}

@@ -11,7 +11,6 @@ import (
 	"nodeproxy/metrics"
 	"nodeproxy/plan"
 	"nodeproxy/proxier"
-	"nodeproxy/source"
 )
 
 // TestRestOfAChangeIsLate: a node on which a part of a large change is programmed and the rest fails is unhealthy in the end.
@@ -21,10 +20,10 @@ func TestRestOfAChangeIsLate(t *testing.T) {
 		set := metrics.New(metrics.Config{Mode: "iptables", Families: plan.Families[:], Start: time.Now(), Log: log})
 		m := newMonitor(&daemon{cfg: &config.Config{SyncPeriod: 30 * time.Second}, metrics: set, log: log}, plan.Families[:], newFront())
 		p := plan.New(plan.Node{}, plan.Settings{})
-		m.Queued(source.Batch{Synced: true}, true)
+		m.Queued(proxier.Input{}, true)
 		m.Taken()
 		m.Synced(p, plan.Everything(), proxier.Result{})
-		m.Queued(source.Batch{}, true)
+		m.Queued(proxier.Input{}, true)
 		m.Taken()
 		m.Synced(p, plan.Only(nil), proxier.Result{Waiting: 100})
 		if !m.node.Healthy() {

@@ -65,6 +65,7 @@ func runWatched(ctx context.Context, flags *config.Flags, cfg *config.Config) er
 	if err != nil {
 		return err
 	}
+	limitMemory()
 	d.begin()
 	go flags.Watch(ctx, func(c *config.Config, err error) {
 		select {

@@ -76,6 +76,9 @@ func (s *Set[K, V]) Delete(k K) {
 	}
 }
 
+// Clone returns a Set of the same values.
+func (s *Set[K, V]) Clone() *Set[K, V] { return &Set[K, V]{s.key, slices.Clone(s.slots), s.n} }
+
 // All iterates over the values, in no order. The Set must not change meanwhile.
 func (s *Set[K, V]) All() iter.Seq[*V] {
 	return func(yield func(*V) bool) {

@@ -28,6 +28,12 @@ func TestLikeMap(t *testing.T) {
 				want[key] = v
 			}
 		}
+		clone := set.Clone()
+		set.Put(&value{key: -1})
+		if clone.Get(-1) != nil || set.Get(-1) == nil {
+			t.Error("a clone changes with its original")
+		}
+		set = clone
 		got := map[int]*value{}
 		for v := range set.All() {
 			got[v.key] = v

@@ -69,10 +69,11 @@ func listen(t *testing.T, network, address string) (closeIt func()) {
 // watched is a Watcher that looks when the test asks for it, and its plan.
 type watched struct {
 	*Watcher
-	t     *testing.T
-	plan  *plan.Plan
-	found []source.Finding
-	count int
+	t          *testing.T
+	plan       *plan.Plan
+	found      []source.Finding
+	count      int
+	programmed plan.Publisher
 }
 
 // newWatcher returns a Watcher that tells nobody anything, unless change says so.
@@ -92,14 +93,29 @@ func newWatched(t *testing.T, settings plan.Settings) *watched {
 		c.Count = func(n int) { w.count = n }
 	})
 	w.own, w.gap = func() map[uint32]bool { return nil }, 0
-	w.Update(w.plan, plan.Everything())
+	w.update(plan.Everything())
 	return w
 }
 
 // set puts a ServicePort into the plan and updates the Watcher.
 func (w *watched) set(sp *plan.ServicePort) {
 	w.plan.Set(sp)
-	w.Update(w.plan, plan.Only(plan.Keys{sp.Key: {}}))
+	w.update(plan.Only(plan.Keys{sp.Key: {}}))
+}
+
+// update updates the Watcher after a change of the plan.
+func (w *watched) update(change plan.Change) {
+	w.programmed.Publish(w.plan, change)
+	w.Update(w.programmed.Latest(), change)
+}
+
+// snapshotOf returns a plan of one ServicePort as it is when it has been programmed.
+func snapshotOf(sp *plan.ServicePort) *plan.Snapshot {
+	p := plan.New(plan.Node{}, plan.Settings{})
+	p.Set(sp)
+	var programmed plan.Publisher
+	programmed.Publish(p, plan.Everything())
+	return programmed.Latest()
 }
 
 // see looks once and returns what is reported.

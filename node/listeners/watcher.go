@@ -8,6 +8,7 @@ import (
 	"net/netip"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"nodeproxy/kernel/host"
@@ -52,7 +53,7 @@ type Watcher struct {
 	host func(not []string) ([]netip.Addr, error)
 	own  func() map[uint32]bool
 
-	plan plan.Publisher
+	plan atomic.Pointer[plan.Snapshot]
 
 	looking sync.Mutex          // held during a look; guards what follows
 	looked  time.Time           // when the last look ended
@@ -77,14 +78,16 @@ func New(cfg Config) *Watcher {
 	}
 }
 
-// Update passes the plan. change says which ServicePorts differ from the last call. It costs work for those only, waits for no look
-// at sockets, and keeps nothing of p that changes.
-func (w *Watcher) Update(p *plan.Plan, change plan.Change) {
-	before := w.plan.Latest()
-	w.plan.Publish(p, change)
+// Update passes the plan as it was last programmed; nil if it never was. change says which ServicePorts differ from the last call. It costs
+// work for those only, and waits for no look at sockets.
+func (w *Watcher) Update(now *plan.Snapshot, change plan.Change) {
+	if now == nil {
+		return
+	}
+	before := w.plan.Swap(now)
 	differs := before == nil || change.All()
 	for key := range change.Keys() {
-		differs = differs || !slices.Equal(frontends(before.ServicePort(key)), frontends(p.Services[key]))
+		differs = differs || !slices.Equal(frontends(before.ServicePort(key)), frontends(now.ServicePort(key)))
 	}
 	if differs {
 		select {
@@ -156,7 +159,7 @@ func (w *Watcher) Run(ctx context.Context) {
 
 // look compares the current sockets with the plan, once there is one, and reports what has begun and ended.
 func (w *Watcher) look() error {
-	s := w.plan.Latest()
+	s := w.plan.Load()
 	if s == nil {
 		return nil
 	}

@@ -246,12 +246,12 @@ func TestServiceGoes(t *testing.T) {
 	}
 	w.plan.Delete(a.Key)
 	w.plan.Set(b)
-	w.Update(w.plan, plan.Only(plan.Keys{a.Key: {}, b.Key: {}}))
+	w.update(plan.Only(plan.Keys{a.Key: {}, b.Key: {}}))
 	if found := w.see(); len(found) != 1 || found[0].Object != "Service ns/b" || w.count != 1 {
 		t.Errorf("reported %v, and counted %d; want ns/b alone", found, w.count)
 	}
 	w.plan.Delete(b.Key)
-	w.Update(w.plan, plan.Only(plan.Keys{b.Key: {}}))
+	w.update(plan.Only(plan.Keys{b.Key: {}}))
 	if found := w.see(); len(found) != 0 || w.count != 0 {
 		t.Errorf("reported %v, and counted %d; want nothing for a Service that is gone", found, w.count)
 	}
@@ -294,9 +294,7 @@ func TestRun(t *testing.T) {
 			}
 		}
 	}
-	p := plan.New(plan.Node{}, plan.Settings{})
-	p.Set(servicePort("web", plan.IPv4, []plan.Frontend{at(plan.NodePort, "", plan.TCP, 30080)}))
-	w.Update(p, plan.Everything())
+	w.Update(snapshotOf(servicePort("web", plan.IPv4, []plan.Frontend{at(plan.NodePort, "", plan.TCP, 30080)})), plan.Everything())
 	until(0)
 	closeIt := listen(t, "tcp", ":30080")
 	until(1)
@@ -322,8 +320,7 @@ func TestCurrent(t *testing.T) {
 		s.Addr, s.Port, s.Protocol = netip.MustParseAddr("0.0.0.0"), 30080, plan.TCP
 		return []socket{s}, nil
 	}
-	p := plan.New(plan.Node{}, plan.Settings{})
-	p.Set(servicePort("web", plan.IPv4, []plan.Frontend{at(plan.ExternalIP, "10.0.0.6", plan.TCP, 30080)}))
+	p := snapshotOf(servicePort("web", plan.IPv4, []plan.Frontend{at(plan.ExternalIP, "10.0.0.6", plan.TCP, 30080)}))
 	w.host = func([]string) ([]netip.Addr, error) { return []netip.Addr{netip.MustParseAddr("10.0.0.6")}, nil }
 	w.Update(p, plan.Everything())
 	var all sync.WaitGroup

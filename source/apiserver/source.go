@@ -14,7 +14,6 @@ import (
 	"time"
 
 	v1 "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/utils/ptr"
 
@@ -104,7 +103,7 @@ func (s *Source) Run(ctx context.Context, sink source.Sink) error {
 	ctx = quietly(ctx, s.cfg.Log)
 	var running sync.WaitGroup
 	for _, r := range s.resources {
-		objects := &store{resource: r, deliver: s.deliver, versions: map[types.NamespacedName]string{}}
+		objects := &store{resource: r, deliver: s.deliver, versions: newVersions()}
 		reflector := cache.NewReflectorWithOptions(r.listWatch(), r.example, objects,
 			cache.ReflectorOptions{Name: r.name, Backoff: ptr.To(retries), Clock: interruptible{ctx: ctx}})
 		running.Go(func() { keepWatching(ctx, reflector, r) })

@@ -8,6 +8,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/cache"
 
+	"nodeproxy/internal/keyed"
 	"nodeproxy/source"
 )
 
@@ -17,11 +18,21 @@ import (
 type store struct {
 	resource *resource
 	deliver  func(r *resource, b source.Batch, complete bool)
-	versions map[types.NamespacedName]string
+	versions *keyed.Set[types.NamespacedName, known]
 	listed   bool // all objects have been delivered once
 	// ahead has objects of the first list that have arrived and were not passed on yet, and size is how many.
 	ahead source.Batch
 	size  int
+}
+
+// known is the name and the version of an object.
+type known struct {
+	name    types.NamespacedName
+	version string
+}
+
+func newVersions() *keyed.Set[types.NamespacedName, known] {
+	return keyed.New(func(k *known) types.NamespacedName { return k.name })
 }
 
 // aheadSize is how many objects of the first list are passed on at once.
@@ -35,26 +46,23 @@ func (s *store) Transformer() cache.TransformFunc {
 		if s.listed {
 			return strip(obj), nil
 		}
-		name, version, err := identify(obj)
+		k, err := s.take(&s.ahead, obj)
 		if err != nil {
 			return nil, err
 		}
-		if err := s.take(&s.ahead, obj, s.versions); err != nil {
-			return nil, err
-		}
+		s.versions.Put(k)
 		if s.size++; s.size == aheadSize {
 			s.deliver(s.resource, s.ahead, false)
 			s.ahead, s.size = source.Batch{}, 0
 		}
-		return &passedOn{name: name, version: version}, nil
+		return &passedOn{known: k}, nil
 	}
 }
 
 // passedOn stands for an object that has been passed on, in the list that it is in.
 type passedOn struct {
 	metav1.Object
-	name    types.NamespacedName
-	version string
+	*known
 }
 
 // GetNamespace, GetName and GetResourceVersion implement metav1.Object, of which nobody asks for more.
@@ -68,9 +76,11 @@ func (s *store) Add(obj any) error { return s.Update(obj) }
 // Update implements cache.ReflectorStore.
 func (s *store) Update(obj any) error {
 	var b source.Batch
-	if err := s.take(&b, obj, s.versions); err != nil {
+	k, err := s.take(&b, obj)
+	if err != nil {
 		return err
 	}
+	s.versions.Put(k)
 	s.deliver(s.resource, b, false)
 	return nil
 }
@@ -81,10 +91,10 @@ func (s *store) Delete(obj any) error {
 	if err != nil {
 		return err
 	}
-	if _, known := s.versions[name]; !known {
+	if s.versions.Get(name) == nil {
 		return nil
 	}
-	delete(s.versions, name)
+	s.versions.Delete(name)
 	var b source.Batch
 	s.resource.put(&b, name, nil)
 	s.deliver(s.resource, b, false)
@@ -94,19 +104,21 @@ func (s *store) Delete(obj any) error {
 // Replace implements cache.ReflectorStore: list has all existing objects.
 func (s *store) Replace(objects []any, _ string) error {
 	b := s.ahead
-	now := make(map[types.NamespacedName]string, len(objects))
+	now := newVersions()
 	for _, obj := range objects {
 		if p, is := obj.(*passedOn); is {
-			now[p.name] = p.version
+			now.Put(p.known)
 			continue
 		}
-		if err := s.take(&b, obj, now); err != nil {
+		k, err := s.take(&b, obj)
+		if err != nil {
 			return err
 		}
+		now.Put(k)
 	}
-	for name := range s.versions {
-		if _, still := now[name]; !still {
-			s.resource.put(&b, name, nil)
+	for k := range s.versions.All() {
+		if now.Get(k.name) == nil {
+			s.resource.put(&b, k.name, nil)
 		}
 	}
 	s.versions, s.ahead, s.listed = now, source.Batch{}, true
@@ -117,18 +129,18 @@ func (s *store) Replace(objects []any, _ string) error {
 // Resync implements cache.ReflectorStore. There is nothing to repeat: the receiver of the batches keeps their content.
 func (s *store) Resync() error { return nil }
 
-// take strips an object and puts it into a batch, unless this version has been passed on already, and records its version in
-// versions.
-func (s *store) take(b *source.Batch, obj any, versions map[types.NamespacedName]string) error {
+// take strips an object and puts it into a batch, unless this version has been passed on already. It returns what there is to note of it.
+func (s *store) take(b *source.Batch, obj any) (*known, error) {
 	name, version, err := identify(obj)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	if had, known := s.versions[name]; !known || had != version || version == "" {
-		s.resource.put(b, name, strip(obj))
+	had := s.versions.Get(name)
+	if had != nil && had.version == version && version != "" {
+		return had, nil
 	}
-	versions[name] = version
-	return nil
+	s.resource.put(b, name, strip(obj))
+	return &known{name, version}, nil
 }
 
 func identify(obj any) (types.NamespacedName, string, error) {

@@ -16,7 +16,7 @@ import (
 // one attempt to the next is said to be. A later list is delivered as a whole.
 func TestFirstListPassesOn(t *testing.T) {
 	known, batches, complete := map[types.NamespacedName]*v1.Service{}, 0, false
-	s := &store{resource: resources(Config{Client: &Client{}})[0], versions: map[types.NamespacedName]string{},
+	s := &store{resource: resources(Config{Client: &Client{}})[0], versions: newVersions(),
 		deliver: func(_ *resource, b source.Batch, all bool) {
 			batches, complete = batches+1, all
 			for name, svc := range b.Services {

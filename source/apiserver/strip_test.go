@@ -8,6 +8,7 @@ import (
 	discovery "k8s.io/api/discovery/v1"
 	networking "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/intstr"
 	"k8s.io/utils/ptr"
@@ -100,10 +101,15 @@ func planOf(svc *v1.Service, es *discovery.EndpointSlice, cidr *networking.Servi
 	return p, s.NodeEligible()
 }
 
+func stripped[T any](obj *T) *T {
+	strip(obj)
+	return obj
+}
+
 // TestStripLosesNothingInUse: the proxier comes to the same plan, whether objects are stripped or not.
 func TestStripLosesNothingInUse(t *testing.T) {
 	want, eligible := planOf(fullService(), fullSlice(), fullServiceCIDR(), fullNode())
-	got, still := planOf(stripService(fullService()), stripSlice(fullSlice()), stripServiceCIDR(fullServiceCIDR()), stripNode(fullNode()))
+	got, still := planOf(stripped(fullService()), stripped(fullSlice()), stripped(fullServiceCIDR()), stripped(fullNode()))
 	if eligible || still {
 		t.Errorf("eligible: %t, of the stripped Node %t, want neither: it has the taint", eligible, still)
 	}
@@ -125,24 +131,24 @@ func TestStripTakesOutWhatIsNotInUse(t *testing.T) {
 	annotations := []int{2, 2, 0, 0}
 	labels := []int{1, 1, 1, 0}
 	for i, obj := range []metav1.Object{fullService(), fullSlice(), fullNode(), fullServiceCIDR()} {
-		once := strip(obj)
-		m := once.(metav1.Object)
+		strip(obj)
+		once, m := obj.(runtime.Object).DeepCopyObject(), obj
 		if m.GetManagedFields() != nil || len(m.GetAnnotations()) != annotations[i] || len(m.GetLabels()) != labels[i] || m.GetResourceVersion() != "7" {
 			t.Errorf("%T: %+v is left", once, m)
 		}
-		if twice := strip(once); !reflect.DeepEqual(once, twice) {
+		if twice := strip(obj); !reflect.DeepEqual(once, twice) {
 			t.Errorf("stripped twice: %+v, want as after once: %+v", twice, once)
 		}
 	}
-	if es := stripSlice(fullSlice()); es.Endpoints[0].TargetRef != nil || es.Endpoints[0].Zone != nil {
+	if es := stripped(fullSlice()); es.Endpoints[0].TargetRef != nil || es.Endpoints[0].Zone != nil {
 		t.Errorf("%+v is left of an endpoint", es.Endpoints[0])
 	}
 	deleting := fullNode()
 	deleting.Spec.Taints, deleting.DeletionTimestamp = nil, &metav1.Time{}
-	if _, eligible := planOf(fullService(), fullSlice(), fullServiceCIDR(), stripNode(deleting)); eligible {
+	if _, eligible := planOf(fullService(), fullSlice(), fullServiceCIDR(), stripped(deleting)); eligible {
 		t.Error("a stripped Node no longer says that it is being deleted")
 	}
-	if n := stripNode(fullNode()); n.Status.Images != nil || len(n.Spec.Taints) != 1 {
+	if n := stripped(fullNode()); n.Status.Images != nil || len(n.Spec.Taints) != 1 {
 		t.Errorf("%+v is left of a Node", n)
 	}
 }

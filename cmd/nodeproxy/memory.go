@@ -1,0 +1,47 @@
+package main
+
+import (
+	"context"
+	"log/slog"
+	"os"
+	"runtime/debug"
+
+	"nodeproxy/node/memory"
+)
+
+// heapGrowth is by how many percent the heap grows, once all objects have been read, before garbage is collected, unless the environment variable
+// GOGC says otherwise. Go's own 100 is for programs that make much garbage, as reading objects does, while there is little else. Behind that it takes
+// hundreds of changes to make as much as there is of objects, so that more frequent collections cost next to nothing, and a quarter of the memory is
+// left to others.
+const heapGrowth = 40
+
+// limitMemory has garbage collected more often where this process comes near the limit of its container, unless the environment variable GOMEMLIMIT
+// says when. A quarter of the limit is left to what is not on the heap: the pages of the program, and what the kernel keeps for it.
+func limitMemory() {
+	if limit, limited := memory.Limit(); limited && os.Getenv("GOMEMLIMIT") == "" {
+		debug.SetMemoryLimit(limit - limit/4)
+	}
+}
+
+// saveMemory gives back what has been taken to initialize the program, to read objects and, when all of them are programmed, to start.
+func (d *daemon) saveMemory(ctx context.Context) {
+	releaseProgram(d.log)
+	for _, over := range []<-chan struct{}{d.read.Synced(), d.monitor.complete} {
+		select {
+		case <-ctx.Done():
+			return
+		case <-over:
+		}
+		if os.Getenv("GOGC") == "" {
+			debug.SetGCPercent(heapGrowth)
+		}
+		releaseProgram(d.log)
+	}
+	debug.FreeOSMemory()
+}
+
+func releaseProgram(log *slog.Logger) {
+	if err := memory.ReleaseProgram(); err != nil {
+		log.Debug("pages of the program that only its start needs stay in memory", "error", err)
+	}
+}
