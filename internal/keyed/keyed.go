@@ -27,13 +27,6 @@ func New[K comparable, V any](key func(*V) K) *Set[K, V] { return &Set[K, V]{key
 // Len returns the number of values.
 func (s *Set[K, V]) Len() int { return s.n }
 
-// Clone returns a Set that has the same values, and does not change with s.
-func (s *Set[K, V]) Clone() *Set[K, V] {
-	c := *s
-	c.slots = slices.Clone(s.slots)
-	return &c
-}
-
 // Get returns the value with a key; nil if there is none.
 func (s *Set[K, V]) Get(k K) *V {
 	if s.n == 0 {
