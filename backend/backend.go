@@ -21,6 +21,9 @@ type Engine interface {
 	// Differences returns and forgets the differences that the last Sync found. compared is false if it did not compare the kernel with
 	// what had been written before.
 	Differences() (found drift.Found, compared bool)
+	// CompareBeside compares everything with the kernel beside a Sync, and repairs what differs if it is not much. again says that a Sync of
+	// everything has to follow.
+	CompareBeside(ctx context.Context) (found drift.Found, again bool, err error)
 	// TakeWritten returns how many things of each kind were written or removed since the last call.
 	TakeWritten() map[drift.Kind]int
 }
@@ -63,16 +66,19 @@ func (c *Comparison) Differences() (found drift.Found, compared bool) {
 	return found, c.Compared
 }
 
-// PerFamily is a backend of one engine per family. Its methods are not safe for concurrent use.
+// PerFamily is a backend of one engine per family. Its methods are not safe for concurrent use, but for Compare and Report.
 type PerFamily[E Engine] struct {
 	Engines []E
 	// Concurrent says that the engines need not wait for each other.
 	Concurrent bool
-	// Shared, if not nil, is called after the engines in each Sync. It repairs what is not of one family, and returns what differed.
+	// Shared, if not nil, is called after the engines in each Sync and Compare. It repairs what is not of one family, and returns what
+	// differed.
 	Shared func(plan.Change) drift.Found
-	// Compared, if not nil, is called after each Sync in which an engine compared the kernel with what had been written before. It must
-	// not block.
-	Compared func(drift.Report)
+	// Compared, if not nil, is called after each Compare, and each Sync in which an engine compared the kernel with what had been written
+	// before; never twice at once. It must not block.
+	Compared  func(drift.Report)
+	reporting sync.Mutex
+	Log       *slog.Logger // for what goes wrong in Compare; may be nil
 
 	took    map[plan.Family]time.Duration
 	written map[drift.Kind]int
@@ -147,8 +153,8 @@ func (b *PerFamily[E]) Sync(ctx context.Context, p *plan.Plan, change plan.Chang
 		known = known || compared
 		report.Found = append(report.Found, found...)
 	}
-	if known && b.Compared != nil {
-		b.Compared(report)
+	if known {
+		b.Report(report)
 	}
 	return report.Err
 }

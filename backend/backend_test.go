@@ -32,6 +32,33 @@ func (s *slow) Sync(context.Context, *plan.Plan, plan.Change) error {
 	return s.err
 }
 
+func (s *slow) CompareBeside(context.Context) (found drift.Found, again bool, err error) {
+	time.Sleep(s.takes)
+	return drift.Found{{Kind: drift.Table, Object: string(s.family)}}, s.err != nil, s.err
+}
+
+// TestCompare: families are compared one after the other, and what was found and went wrong is reported once; an error leads to a Sync.
+func TestCompare(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		failed := errors.New("failed")
+		var reports []drift.Report
+		b := &PerFamily[*slow]{Engines: []*slow{{family: plan.IPv4, takes: time.Second}, {family: plan.IPv6, takes: time.Second}},
+			Compared: func(r drift.Report) { reports = append(reports, r) }}
+		if b.Compare(t.Context()) || len(reports) != 1 || len(reports[0].Found) != 2 || reports[0].Took != 2*time.Second || reports[0].Err != nil {
+			t.Errorf("reports %v", reports)
+		}
+		b.Engines[1].err = failed
+		if !b.Compare(t.Context()) || len(reports) != 2 || !errors.Is(reports[1].Err, failed) {
+			t.Errorf("after an error: reports %v", reports)
+		}
+		ended, cancel := context.WithCancel(t.Context())
+		if cancel(); b.Compare(ended) || len(reports) != 2 {
+			t.Errorf("at the end: reports %v", reports)
+		}
+	})
+}
+
 // TestSync: each family took as long as its own engine, whether the engines wait for each other or not. What all of them found is
 // reported once.
 func TestSync(t *testing.T) {

@@ -2,53 +2,48 @@ package backend
 
 import (
 	"context"
-	"log/slog"
-	"sync"
+	"errors"
 	"time"
 
 	"nodeproxy/kernel/drift"
+	"nodeproxy/plan"
 )
 
-// BesideComparer is an Engine that can compare everything with the kernel, and repair what differs, beside a Sync. again says that a Sync
-// of everything has to follow.
-type BesideComparer interface {
-	Engine
-	CompareBeside(ctx context.Context) (found drift.Found, again bool, err error)
-}
-
-// CompareBeside compares everything that engines have written with the kernel, one engine after the other: nobody waits for it. It reports
-// whether a Sync of everything has to follow, to repair what was not repaired, or because nothing is known. compared, if not nil, is called
-// with what was found, unless it is left to that Sync to report it.
-func CompareBeside[E BesideComparer](ctx context.Context, engines []E, compared func(drift.Report), log *slog.Logger) (again bool) {
+// Compare compares everything that the engines have written with the kernel, and repairs what differs if it is not much. It may run beside
+// Sync, which waits for it only while something is repaired. It reports whether a Sync of everything has to follow: to repair more than
+// that, or because it is not known what the kernel should have.
+//
+// Families are compared one after the other. Both at once would end sooner only where both have many Services, and take a second processor from
+// changes and from everything else on the node for work that nobody waits for, and that is limited to a small part of the time anyway.
+func (b *PerFamily[E]) Compare(ctx context.Context) (again bool) {
 	begin := time.Now()
 	var report drift.Report
-	for _, e := range engines {
+	for _, e := range b.Engines {
 		found, more, err := e.CompareBeside(ctx)
 		if ctx.Err() != nil {
 			return false
 		}
 		report.Found, again = append(report.Found, found...), again || more || err != nil
-		if err != nil {
-			log.Debug("comparing beside syncs", "family", e.Family(), "error", err)
-			report.Err = err
+		report.Err = errors.Join(report.Err, err)
+		if err != nil && b.Log != nil {
+			b.Log.Debug("comparing beside syncs", "family", e.Family(), "error", err)
 		}
 	}
+	if b.Shared != nil {
+		report.Found = append(report.Found, b.Shared(plan.Everything())...)
+	}
 	report.Took = time.Since(begin)
-	if compared != nil && (len(report.Found) > 0 || !again) {
-		compared(report)
+	if len(report.Found) > 0 || !again { // Otherwise the Sync that follows reports.
+		b.Report(report)
 	}
 	return again
 }
 
-// OneByOne returns a function that calls compared, but not twice at once.
-func OneByOne(compared func(drift.Report)) func(drift.Report) {
-	if compared == nil {
-		return nil
-	}
-	var mu sync.Mutex
-	return func(r drift.Report) {
-		mu.Lock()
-		defer mu.Unlock()
-		compared(r)
+// Report calls Compared, but not twice at once: Sync and Compare may end at the same time.
+func (b *PerFamily[E]) Report(r drift.Report) {
+	b.reporting.Lock()
+	defer b.reporting.Unlock()
+	if b.Compared != nil {
+		b.Compared(r)
 	}
 }

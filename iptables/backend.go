@@ -65,7 +65,7 @@ func New(cfg Config) (*Backend, error) {
 		cfg.Variant = xtables.Detect()
 	}
 	b := &Backend{Variant: cfg.Variant, watch: &xtables.Watch{}}
-	b.Concurrent, b.Compared = true, backend.OneByOne(cfg.Compared)
+	b.Concurrent, b.Compared, b.Log = true, cfg.Compared, cfg.Log
 	var err error
 	b.Engines, err = backend.Open("iptables", cfg.Families, cfg.Log, func(f plan.Family) (*engine, error) {
 		t, err := xtables.Find(cfg.Variant, f)

@@ -5,18 +5,10 @@ import (
 	"maps"
 	"slices"
 
-	"nodeproxy/backend"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
 )
-
-// Compare compares everything with the kernel, and puts right chains and jumps of ours that differ, if they are few. It may run beside
-// Sync, which waits for it only while something is put right. It reports whether a sync of everything has to follow: for anything else
-// that differs, or because nothing is known.
-func (b *Backend) Compare(ctx context.Context) (again bool) {
-	return backend.CompareBeside(ctx, b.Engines, b.Compared, b.Engines[0].log)
-}
 
 // partOfTable is how many chains and rules are read at a time: the nft variant takes about 20 ms for them, and begins anew if anything in
 // nf_tables changes meanwhile. Of what is in the tables besides, whose rules can't be counted before, it is partOfRest chains. mostBeside
@@ -60,7 +52,7 @@ type comparison struct {
 	differs  []xtables.Change
 }
 
-// CompareBeside implements backend.BesideComparer.
+// CompareBeside implements backend.Engine.
 func (e *engine) CompareBeside(ctx context.Context) (found drift.Found, again bool, err error) {
 	s, full := e.snapshot()
 	if s == nil {

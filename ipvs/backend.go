@@ -85,16 +85,8 @@ func New(cfg Config) (*Backend, error) {
 	if err != nil {
 		return nil, cannot(err)
 	}
-	if report := cfg.Compared; report != nil { // Sync, Compare and Watch may report at the same time.
-		var mu sync.Mutex
-		cfg.Compared = func(r drift.Report) {
-			mu.Lock()
-			defer mu.Unlock()
-			report(r)
-		}
-	}
 	b := &Backend{cfg: cfg, servers: h.servers, handles: h}
-	b.Compared, b.Shared = cfg.Compared, b.repairSysctls // The engines wait for each other: both need the kernel's lock on IPVS.
+	b.Compared, b.Log, b.Shared = cfg.Compared, cfg.Log, b.repairSysctls // The engines wait for each other: both need the kernel's lock on IPVS.
 	if err := b.open(h); err != nil {
 		h.close()
 		if b.device != nil {

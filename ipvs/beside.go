@@ -11,39 +11,13 @@ import (
 	"nodeproxy/internal/set"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/ipvs"
-	"nodeproxy/plan"
 )
-
-// Compare compares everything with the kernel beside Sync, which does not wait for that, and repairs what differs if it is not much. It
-// reports whether a sync of everything has to follow: to repair more than that, or because nothing is known.
-func (b *Backend) Compare(ctx context.Context) (again bool) {
-	begin := time.Now()
-	var found drift.Found
-	var failed error
-	for _, e := range b.Engines {
-		some, more, err := e.compareBeside(ctx)
-		if ctx.Err() != nil {
-			return false
-		}
-		found, again = append(found, some...), again || more || err != nil
-		if err != nil {
-			e.log.Debug("comparing beside syncs", "family", e.family, "error", err)
-			failed = err
-		}
-	}
-	found = append(found, b.repairSysctls(plan.Everything())...)
-	// Otherwise the sync that follows reports.
-	if b.Compared != nil && (len(found) > 0 || !again) {
-		b.Compared(drift.Report{Found: found, Took: time.Since(begin), Err: failed})
-	}
-	return again
-}
 
 // mostBeside is how many suspects are looked at and repaired beside syncs, which wait for that.
 const mostBeside = 200
 
-// compareBeside is Compare for one family. What it reads while syncs go on shows where to look: see recheck.
-func (e *engine) compareBeside(ctx context.Context) (found drift.Found, again bool, err error) {
+// CompareBeside is Compare for one family. What it reads while syncs go on shows where to look: see recheck.
+func (e *engine) CompareBeside(ctx context.Context) (found drift.Found, again bool, err error) {
 	defer func() {
 		if fault := recover(); fault != nil { // What is in the kernel is not only of this program's making.
 			again, err = true, fmt.Errorf("comparing with the kernel panicked: %v\n%s", fault, debug.Stack())

@@ -202,7 +202,7 @@ func TestCompareDuringChanges(t *testing.T) {
 			}
 		})
 		for range 2 {
-			found, again, err := e.compareBeside(t.Context())
+			found, again, err := e.CompareBeside(t.Context())
 			require.NoError(t, err)
 			if len(found) > meddled || again && e.desired != nil && meddled == 0 || open() != 0 {
 				t.Fatalf("after %d changes of others: found %s, again %t; %d sockets are open", meddled, found.Words(5), again, open())
@@ -217,7 +217,7 @@ func TestCompareDuringChanges(t *testing.T) {
 				t.Fatalf("after %d further syncs", n)
 			}
 		}
-		found, again, err := e.compareBeside(t.Context()) // What was left to change was not compared before.
+		found, again, err := e.CompareBeside(t.Context()) // What was left to change was not compared before.
 		if err != nil || again || len(found) > meddled || len(e.readings) > 0 {
 			t.Fatalf("found %s, again %t, %v; %d readings are under way", found.Words(5), again, err, len(e.readings))
 		}
@@ -288,7 +288,7 @@ func TestChangesDoNotWait(t *testing.T) {
 	e.machine.tables = w
 	ended := make(chan error)
 	go func() {
-		found, again, err := e.compareBeside(t.Context())
+		found, again, err := e.CompareBeside(t.Context())
 		if len(found) > 0 || again {
 			err = errors.Join(err, errors.New("it found "+found.Words(5)))
 		}

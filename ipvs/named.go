@@ -133,8 +133,8 @@ func (b *Backend) countAll(c counts) (why string) {
 			why = fmt.Sprintf("another program has changed virtual servers or sets (%s)", e.family)
 		}
 	}
-	if b.Compared != nil && len(found) > 0 {
-		b.Compared(drift.Report{Found: found, Took: time.Since(begin), Err: failed})
+	if len(found) > 0 {
+		b.Report(drift.Report{Found: found, Took: time.Since(begin), Err: failed})
 	}
 	return why
 }

@@ -57,14 +57,7 @@ type Backend struct {
 // (Families returns the rest); New fails if none remains.
 func New(cfg Config) (*Backend, error) {
 	b := &Backend{ports: &ownPorts{}}
-	if cfg.Compared != nil { // The engines wait for each other, as they share the kernel's lock on nftables.
-		var mu sync.Mutex
-		b.Compared = func(r drift.Report) {
-			mu.Lock()
-			defer mu.Unlock()
-			cfg.Compared(r)
-		}
-	}
+	b.Compared, b.Log = cfg.Compared, cfg.Log // The engines wait for each other, as they share the kernel's lock on nftables.
 	options := Options{MasqueradeBit: cfg.MasqueradeBit, TCPLiberal: conntrack.TCPLiberal(), Count: cfg.Count}
 	asked := &askedFor{warn: cfg.Warn, known: map[string]bool{}}
 	var err error

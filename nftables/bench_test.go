@@ -171,7 +171,7 @@ func BenchmarkRestart(b *testing.B) {
 				timed("restart", func() error { return again.Sync(ctx, p, plan.Everything()) })
 				timed("settings", func() error { return again.Sync(ctx, p, plan.EveryService()) })
 				timed("compare", func() error {
-					found, more, err := again.compareBeside(ctx)
+					found, more, err := again.CompareBeside(ctx)
 					if len(found) > 0 || more {
 						b.Fatal(found, more)
 					}

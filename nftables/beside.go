@@ -13,33 +13,6 @@ import (
 	"nodeproxy/kernel/nft"
 )
 
-// Compare compares everything with the kernel, and repairs elements that differ. It may run beside Sync, which waits for it for some
-// milliseconds at most. It reports whether a sync of everything has to follow: to repair more than that, or because nothing is known.
-//
-// Families are compared one after the other. Both at once would end sooner only where both have many elements, and take a second processor from
-// changes and from everything else on the node for work that nobody waits for, and that is limited to a small part of the time anyway.
-func (b *Backend) Compare(ctx context.Context) (again bool) {
-	begin := time.Now()
-	var found drift.Found
-	var failed error
-	for _, e := range b.Engines {
-		some, more, err := e.compareBeside(ctx)
-		if ctx.Err() != nil {
-			return false
-		}
-		found, again = append(found, some...), again || more || err != nil
-		if err != nil {
-			e.log.Debug("comparing beside syncs", "family", e.family, "error", err)
-			failed = err
-		}
-	}
-	// Otherwise the sync that follows reports.
-	if b.Compared != nil && (len(found) > 0 || !again) {
-		b.Compared(drift.Report{Found: found, Took: time.Since(begin), Err: failed})
-	}
-	return again
-}
-
 // mostBeside is how many elements are repaired beside syncs.
 const mostBeside = 200
 
@@ -84,9 +57,9 @@ func (e *engine) began(k kernel) (s *snapshot, content *nft.Content, err error) 
 	return s, content, nil
 }
 
-// compareBeside is Compare for one family. The kernel lists a set in parts, between which it may change; so a listing only shows where to
+// CompareBeside is Compare for one family. The kernel lists a set in parts, between which it may change; so a listing only shows where to
 // look. What seems to differ is read once more by its key, and what syncs have written meanwhile is left to the next comparison.
-func (e *engine) compareBeside(ctx context.Context) (found drift.Found, again bool, err error) {
+func (e *engine) CompareBeside(ctx context.Context) (found drift.Found, again bool, err error) {
 	defer func() {
 		e.mu.Lock()
 		e.touched = nil

@@ -143,7 +143,7 @@ func TestCompareDuringChanges(t *testing.T) {
 				meddle, meddled = false, true
 			}
 		})
-		found, again, err := e.compareBeside(ctx)
+		found, again, err := e.CompareBeside(ctx)
 		if len(found) > 0 || again || err != nil {
 			rt.Fatalf("found %v, %t, %v", found, again, err)
 		}
@@ -152,7 +152,7 @@ func TestCompareDuringChanges(t *testing.T) {
 		holds(rt, e, p)
 		meddle = rapid.Bool().Draw(rt, "another program too")
 		for range 2 {
-			_, again, err := e.compareBeside(ctx)
+			_, again, err := e.CompareBeside(ctx)
 			require.NoError(rt, err)
 			if again {
 				synced(rt, e, p, plan.Everything())
@@ -172,26 +172,26 @@ func TestCompareGivesWay(t *testing.T) {
 	e, k := testEngine(t, plan.IPv4)
 	p := plantest.Large(300, 3)
 	ctx, cancel := context.WithCancel(context.Background())
-	if _, again, err := e.compareBeside(ctx); !again || err != nil {
+	if _, again, err := e.CompareBeside(ctx); !again || err != nil {
 		t.Errorf("before anything was written: %t, %v", again, err)
 	}
 	synced(t, e, p, plan.Everything())
 	nstest.Exec(t, "nft", "delete element ip nodeproxy services { 10.96.0.12 . tcp . 80 }")
 	k.fail = func(int) error { return unix.EIO }
-	if found, again, err := e.compareBeside(ctx); !again || !errors.Is(err, unix.EIO) || e.current != nil || e.kernel != nil {
+	if found, again, err := e.CompareBeside(ctx); !again || !errors.Is(err, unix.EIO) || e.current != nil || e.kernel != nil {
 		t.Errorf("where the repair fails: %v, %t, %v", found, again, err)
 	}
 	k.fail = nil
 	synced(t, e, p, plan.Everything())
 	holds(t, e, p)
 	beside(e, func() { e.current = nil })
-	if _, again, err := e.compareBeside(ctx); !again || err != nil {
+	if _, again, err := e.CompareBeside(ctx); !again || err != nil {
 		t.Errorf("after a sync that failed: %t, %v", again, err)
 	}
 	synced(t, e, p, plan.Everything())
 	n := 0
 	open := beside(e, func() { n++; cancel() })
-	if _, _, err := e.compareBeside(ctx); !errors.Is(err, context.Canceled) || n != 1 || open() != 0 {
+	if _, _, err := e.CompareBeside(ctx); !errors.Is(err, context.Canceled) || n != 1 || open() != 0 {
 		t.Errorf("after its end: %v, %d sets were read, %d sockets are open", err, n, open())
 	}
 }
@@ -216,7 +216,7 @@ func BenchmarkChangeDuringComparison(b *testing.B) {
 				e.reader = func() (kernel, error) { return <-ready, nil }
 				ended := make(chan error)
 				go func() {
-					found, again, err := e.compareBeside(context.Background())
+					found, again, err := e.CompareBeside(context.Background())
 					if len(found) > 0 || again {
 						err = errors.Join(err, fmt.Errorf("found %v, %t", found, again))
 					}

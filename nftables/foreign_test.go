@@ -28,7 +28,7 @@ import (
 // has nothing to compare with.
 var mends = map[string]func(*testing.T, *engine, *plan.Plan) drift.Found{
 	"beside syncs": func(t *testing.T, e *engine, p *plan.Plan) drift.Found {
-		found, again, err := e.compareBeside(context.Background())
+		found, again, err := e.CompareBeside(context.Background())
 		if err != nil && !again {
 			t.Error(err)
 		}
@@ -279,7 +279,7 @@ func TestIntruderAtUnknown(t *testing.T) {
 			t.Errorf("the catch-all element is left: %t, %v", is, err)
 		}
 	}
-	if found, more, err := again.compareBeside(ctx); len(found) > 0 || more || err != nil {
+	if found, more, err := again.CompareBeside(ctx); len(found) > 0 || more || err != nil {
 		t.Errorf("a comparison found %v, %t, %v", found, more, err)
 	}
 	synced(t, again, p, plan.Everything())
@@ -394,7 +394,7 @@ func TestComparisonPanics(t *testing.T) {
 		r, err := read()
 		return panicking{r}, err
 	}
-	if _, again, err := e.compareBeside(ctx); !again || !errors.Is(err, errPanic) {
+	if _, again, err := e.CompareBeside(ctx); !again || !errors.Is(err, errPanic) {
 		t.Errorf("beside syncs: %t, %v", again, err)
 	}
 	k.kernel = panicking{k.kernel}
@@ -429,7 +429,7 @@ func TestAnswersPanic(t *testing.T) {
 		r, err := read()
 		return panickingAnswers{r}, err
 	}
-	if _, again, err := e.compareBeside(ctx); !again || !errors.Is(err, errPanic) {
+	if _, again, err := e.CompareBeside(ctx); !again || !errors.Is(err, errPanic) {
 		t.Errorf("beside syncs: %t, %v", again, err)
 	}
 	k.kernel = panickingAnswers{k.kernel}

@@ -90,7 +90,7 @@ func syncFindsNothing(t rapid.TB, e *engine, p *plan.Plan) {
 // comparisonFindsNothing is the same for a comparison beside syncs.
 func comparisonFindsNothing(t rapid.TB, e *engine) {
 	t.Helper()
-	if found, again, err := e.compareBeside(context.Background()); len(found) > 0 || again || err != nil {
+	if found, again, err := e.CompareBeside(context.Background()); len(found) > 0 || again || err != nil {
 		t.Fatalf("a comparison found %v, %t, %v", found, again, err)
 	}
 }

@@ -129,7 +129,7 @@ func TestLargeSetsAreAskedFor(t *testing.T) {
 				}
 			}
 		}
-		found, again, err := e.compareBeside(ctx)
+		found, again, err := e.CompareBeside(ctx)
 		if again || err != nil {
 			rt.Fatalf("a comparison: %t, %v", again, err)
 		}
@@ -308,7 +308,7 @@ func TestManyUnexpected(t *testing.T) {
 	for _, listed := range []int{mostListed, 2} {
 		e.mostListed = listed
 		put(t, e, more)
-		if found, again, err := e.compareBeside(ctx); len(found) != len(more) || again || err != nil {
+		if found, again, err := e.CompareBeside(ctx); len(found) != len(more) || again || err != nil {
 			t.Errorf("found %d of %d, %t, %v", len(found), len(more), again, err)
 		}
 		holds(t, e, p)
@@ -431,7 +431,7 @@ func TestUnreadIsMet(t *testing.T) {
 				t.Errorf("affinity %v, every Service %t: %v", grown.Affinity, c.All(), err)
 				continue
 			}
-			if found, again, err := e.compareBeside(ctx); len(found) != len(left)-2 || again || err != nil {
+			if found, again, err := e.CompareBeside(ctx); len(found) != len(left)-2 || again || err != nil {
 				t.Errorf("affinity %v: a comparison found %v, %t, %v", grown.Affinity, found, again, err)
 			}
 			holds(t, e, p)
@@ -511,7 +511,7 @@ func TestSettingsDuringComparison(t *testing.T) {
 			}
 		}
 		nstest.Exec(t, "nft", "delete element ip nodeproxy services { 10.96.0.12 . tcp . 80 }")
-		if found, again, err := e.compareBeside(ctx); len(found) != 1 || again || err != nil {
+		if found, again, err := e.CompareBeside(ctx); len(found) != 1 || again || err != nil {
 			t.Errorf("late %t: found %v, %t, %v", late, found, again, err)
 		}
 		holds(t, e, p)

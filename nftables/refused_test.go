@@ -315,7 +315,7 @@ func TestRefusedAtRandom(t *testing.T) {
 				if got, want := content(f, elementsOf(rt, e)), content(f, want); got != want {
 					rt.Fatalf("step %d: the kernel has something else than it should:\n%s", i, difference(want, got))
 				}
-				if found, _, err := e.compareBeside(ctx); err != nil || len(found) > 0 {
+				if found, _, err := e.CompareBeside(ctx); err != nil || len(found) > 0 {
 					rt.Fatalf("step %d: a comparison beside syncs found %v, %v", i, found, err)
 				}
 			}
@@ -449,7 +449,7 @@ func TestFlushedMeanwhile(t *testing.T) {
 				}
 			}
 			if k.commits >= at {
-				_, again, err := e.compareBeside(context.Background())
+				_, again, err := e.CompareBeside(context.Background())
 				if again {
 					err = errors.Join(err, e.Sync(context.Background(), step.p, plan.Everything()))
 				}

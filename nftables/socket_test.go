@@ -93,7 +93,7 @@ func TestSocketFaults(t *testing.T) {
 				changed = plan.Everything()
 			}
 			if failed > 0 { // What the failed sync has left, and nothing leads to, may be found by a comparison only.
-				if _, again, err := e.compareBeside(ctx); again || err != nil {
+				if _, again, err := e.CompareBeside(ctx); again || err != nil {
 					rt.Fatalf("%s: a comparison: %t, %v", what.name, again, err)
 				}
 			}
@@ -123,7 +123,7 @@ func TestNoSocket(t *testing.T) {
 	synced(t, e, p, plan.Everything())
 	holds(t, e, p)
 	e.reader = func() (kernel, error) { return nil, fmt.Errorf("netlink socket: %w", unix.EMFILE) }
-	if _, again, err := e.compareBeside(context.Background()); !again || !errors.Is(err, unix.EMFILE) {
+	if _, again, err := e.CompareBeside(context.Background()); !again || !errors.Is(err, unix.EMFILE) {
 		t.Errorf("a comparison beside syncs: %t, %v", again, err)
 	}
 }

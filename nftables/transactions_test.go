@@ -67,7 +67,7 @@ func TestBesideTransactions(t *testing.T) {
 			t.Fatalf("a sync of everything: %v, found %v, %d transactions", err, again.Found, k.commits)
 		}
 		<-committed
-		if found, more, err := again.compareBeside(ctx); err != nil || len(found) > 0 || more {
+		if found, more, err := again.CompareBeside(ctx); err != nil || len(found) > 0 || more {
 			t.Fatalf("a comparison: found %v, %t, %v", found, more, err)
 		}
 		again.forget()
