@@ -42,10 +42,11 @@ func (r *rules) chains() iter.Seq[xtables.Chain] {
 				}
 			}
 		}
-		for _, c := range slices.Concat(r.kept.own(), r.fixed()) {
+		for _, c := range r.kept.own() {
 			if !yield(c) {
 				return
 			}
 		}
+		r.fixed()(yield)
 	}
 }

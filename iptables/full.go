@@ -26,7 +26,7 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	f := &fullSync{engine: e, ctx: ctx, actual: map[names.Table]xtables.Content{}, rules: rulesOf(p, e.family, e.options),
 		wanted: map[tableChainName]bool{}}
 	var err error
-	known := xtables.Desired{Chains: f.rules.fixed()}.Content() // On a node that has rules, many are as these are to be.
+	known := xtables.Desired{Chains: slices.Collect(f.rules.fixed())}.Content() // On a node that has rules, many are as these are to be.
 	for _, t := range tables {
 		if f.actual[t], err = e.Kernel.Save(ctx, t, known[t]); err != nil {
 			return err
@@ -161,7 +161,7 @@ func (f *fullSync) foundation(p *plan.Plan, services []*plan.ServicePort) error 
 			first.enter(sp)
 			chains = append(chains, first.builder(sp).chains()...)
 		}
-		for _, c := range first.fixed() {
+		for c := range first.fixed() {
 			// What is there may serve more than the critical ones; it is not to serve less meanwhile.
 			if len(before[c.Table][c.Name]) == 0 {
 				chains = append(chains, c)

@@ -114,10 +114,10 @@ func (f *fullSync) dispatchAtOnce(todo []xtables.Change) (bool, error) {
 // fixedTodo is what is to change in the chains that are not a ServicePort's own.
 func (f *fullSync) fixedTodo() []xtables.Change {
 	var todo []xtables.Change
-	f.rules.eachFixed(func(c xtables.Chain) {
+	for c := range f.rules.fixed() {
 		f.wanted[tableChainName{c.Table, c.Name}] = true
 		todo = append(todo, f.differing(c)...)
-	})
+	}
 	return todo
 }
 

@@ -2,6 +2,7 @@ package iptables
 
 import (
 	"cmp"
+	"iter"
 	"net/netip"
 	"slices"
 
@@ -214,20 +215,18 @@ var dispatcherOrder = [dispatchers]dispatcherID{
 	natNodePorts, natServices, filterExternalNodePorts, filterExternal, filterServices, filterFirewall, filterNodePorts,
 }
 
-// fixed are all chains that are not a ServicePort's own, those that others lead to first.
-func (r *rules) fixed() []xtables.Chain {
-	var out []xtables.Chain
-	r.eachFixed(func(c xtables.Chain) { out = append(out, c) })
-	return out
-}
-
-// eachFixed calls do for each of the chains that fixed returns, so that not all of their rules are there at once.
-func (r *rules) eachFixed(do func(xtables.Chain)) {
-	for _, c := range r.common() {
-		do(r.kept.around(c))
-	}
-	for _, id := range dispatcherOrder {
-		r.dispatcher(id, &r.tries).chains(do)
+// fixed are all chains that are not a ServicePort's own, those that others lead to first. The rules of each are made when it is its turn.
+func (r *rules) fixed() iter.Seq[xtables.Chain] {
+	return func(yield func(xtables.Chain) bool) {
+		for _, c := range r.common() {
+			if !yield(r.kept.around(c)) {
+				return
+			}
+		}
+		ended := false
+		for _, id := range dispatcherOrder {
+			r.dispatcher(id, &r.tries).chains(func(c xtables.Chain) { ended = ended || !yield(c) })
+		}
 	}
 }
 

@@ -30,7 +30,7 @@ type Config struct {
 	Backend  Backend
 	// MinSyncPeriod is the minimum time between the starts of two syncs; zero by default. A change that finds the Proxier idle is
 	// programmed at once. Changes that arrive during a sync go into the next one together. Under continuous changes, pauses are
-	// inserted so that in the long run syncs take up two thirds of the time.
+	// inserted so that in the long run syncs take up four fifths of the time.
 	MinSyncPeriod time.Duration
 	// CompareEvery is how often everything is compared with the kernel even if nothing changed, to repair what others have changed
 	// there; zero for never. If comparisons take long, they are less frequent: they take no more than one part in 200 of the time.
@@ -114,8 +114,8 @@ const (
 	debounceMost = time.Second
 )
 
-// A sync is followed by a pause, in which further changes gather, once syncs have taken more than burst beyond their share of the
-// time. By half the time that a sync takes, they get no more than that; so no pause is longer, nor than longestRest.
+// A sync is followed by a pause, in which further changes gather, once syncs have taken more than burst beyond four fifths of the time.
+// The pause is a quarter of what a sync takes, which leaves them just that, but no longer than longestRest.
 const (
 	burst       = 500 * time.Millisecond
 	longestRest = time.Second
@@ -566,7 +566,7 @@ func (p *Proxier) take() (b source.Batch, since time.Time, resync bool, reserve 
 func (p *Proxier) pause(ctx context.Context, start time.Time, all bool) {
 	now := time.Now()
 	left := p.cfg.MinSyncPeriod - now.Sub(start)
-	p.debt = max(p.debt-min(now.Sub(p.owed), time.Minute)*2/3, -burst)
+	p.debt = max(p.debt-min(now.Sub(p.owed), time.Minute)*4/5, -burst)
 	p.owed = now
 	if !all {
 		p.took = [...]time.Duration{p.took[1], p.took[2], now.Sub(start)}
@@ -581,7 +581,7 @@ func (p *Proxier) pause(ctx context.Context, start time.Time, all bool) {
 		return
 	}
 	if p.debt > 0 && p.waiting() {
-		left = max(left, min(p.debt*3/2, usual/2, longestRest))
+		left = max(left, min(p.debt*5/4, usual/4, longestRest))
 	}
 	if left <= 0 {
 		return
