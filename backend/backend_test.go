@@ -33,7 +33,7 @@ func (s *slow) Sync(context.Context, *plan.Plan, plan.Change) error {
 }
 
 func (s *slow) CompareBeside(context.Context) (found drift.Found, again bool, err error) {
-	time.Sleep(s.takes)
+	time.Sleep(s.takes) // how long this family takes
 	return drift.Found{{Kind: drift.Table, Object: string(s.family)}}, s.err != nil, s.err
 }
 

@@ -299,7 +299,7 @@ func changeDuringComparison(b *testing.B, v xtables.Variant, comparing bool) {
 	})
 	var took []time.Duration
 	for next := time.Now(); b.Loop(); next = next.Add(time.Second / rate) {
-		time.Sleep(time.Until(next))
+		time.Sleep(time.Until(next)) // changes come at this rate
 		sp := plantest.LargeService(len(took)*7%services, 2*(services+len(took)), 2)
 		l.plan.Set(sp)
 		start := time.Now()
