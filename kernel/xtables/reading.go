@@ -64,11 +64,12 @@ type chainReader struct {
 	names    []string          // of the chains that there were at first
 	there    map[string]bool   // those that there were at last
 	most     int               // how many are read at a time
+	limit    time.Duration     // how long that may take while others change something
 	native   []string          // those with native rules, of what has been read
 }
 
 func (t *Program) chainReader(tbl names.Table, counters func(line string)) (*chainReader, error) {
-	r := &chainReader{Program: t, table: tbl, counters: counters, most: partChains}
+	r := &chainReader{Program: t, table: tbl, counters: counters, most: partChains, limit: partTime}
 	if err := r.list(); err != nil {
 		return nil, fmt.Errorf("listing chains of table %s (%s): %w", tbl, t.Family, err)
 	}
@@ -88,8 +89,9 @@ func (r *chainReader) list() error {
 	return nil
 }
 
-// partChains is how many chains are read at a time. If that takes longer than partTime, it is tried with half as many; one alone is read
-// for SaveTime.
+// partChains is how many chains are read at a time. If that takes longer than partTime, since others change something meanwhile, it is
+// tried with half as many, for twice as long: where any run takes that long, the parts are not to become as small as can be. One chain
+// alone is read for SaveTime.
 const (
 	partChains = 500
 	partTime   = time.Second
@@ -100,19 +102,21 @@ func (r *chainReader) read(ctx context.Context, wanted []string) (Content, error
 	out := Content{}
 	for len(wanted) > 0 {
 		some := wanted[:min(r.most, len(wanted))]
-		limited, cancel := context.WithTimeout(ctx, partTime)
+		limit := r.limit
 		if len(some) == 1 {
-			limited = ctx
+			limit = r.SaveTime
 		}
-		content, err := r.some(limited, some)
-		late := limited.Err() != nil
-		cancel()
+		var content Content
+		late, err := inTime(ctx, limit, func(ctx context.Context) (err error) {
+			content, err = r.some(ctx, some)
+			return err
+		})
 		switch {
 		case err == nil:
 			maps.Copy(out, content)
 			wanted = wanted[len(some):]
-		case late && ctx.Err() == nil:
-			r.most = len(some) / 2
+		case late && len(some) > 1:
+			r.most, r.limit = len(some)/2, 2*r.limit
 		default:
 			return nil, fmt.Errorf("listing chains of table %s %s one by one: %w", nft.FamilyName(r.Family), r.table, err)
 		}
