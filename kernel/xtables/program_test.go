@@ -345,6 +345,32 @@ func programWithChains(t *testing.T, n int) (*Program, Content) {
 	return k, want
 }
 
+// TestReadOld: a program that reads all tables to list one chain is not asked for parts of a table.
+func TestReadOld(t *testing.T) {
+	t.Parallel()
+	nstest.Run(t, func() {
+		k, want := programWithChains(t, 3)
+		k.RestorePath = script(t, "restore", "exit 1")
+		for _, old := range []bool{true, false} {
+			k.version.number = [3]int{1, 8, 7}
+			if old {
+				k.version.number = [3]int{1, 8, 4}
+			}
+			r, err := k.Read(t.Context(), names.NAT)
+			if !assert.NoError(t, err) {
+				return
+			}
+			got, err := r.Chains(t.Context(), slices.Collect(maps.Keys(want)))
+			if old {
+				assert.NoError(t, err)
+				assert.Equal(t, want, got)
+			} else {
+				assert.Error(t, err)
+			}
+		}
+	})
+}
+
 // TestSaveInParts: where iptables-nft-save does not end, as others change something all the time, and neither does the listing of many
 // chains at once, fewer are listed at a time.
 func TestSaveInParts(t *testing.T) {

@@ -40,9 +40,10 @@ func ReadingOf(content Content) *Reading {
 
 // Read begins to read a table beside Restore. The legacy variant reads it at once, without the xtables lock. iptables-nft-save begins
 // anew whenever anything in nf_tables has changed, and so does not end while changes come one after the other; a few hundred chains are
-// read between two of them.
+// read between two of them. Before version 1.8.7, a program reads all tables whatever it is to list: to read some chains takes longer
+// than to read all.
 func (t *Program) Read(ctx context.Context, tbl names.Table) (*Reading, error) {
-	if t.Variant == Legacy {
+	if t.Variant == Legacy || slices.Compare(t.version.number[:], []int{1, 8, 7}) < 0 {
 		content, err := t.Save(ctx, tbl)
 		if err != nil {
 			return nil, err
