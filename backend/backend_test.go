@@ -45,7 +45,8 @@ func TestCompare(t *testing.T) {
 		var reports []drift.Report
 		b := &PerFamily[*slow]{Engines: []*slow{{family: plan.IPv4, takes: time.Second}, {family: plan.IPv6, takes: time.Second}},
 			Compared: func(r drift.Report) { reports = append(reports, r) }}
-		if b.Compare(t.Context()) || len(reports) != 1 || len(reports[0].Found) != 2 || reports[0].Took != 2*time.Second || reports[0].Err != nil {
+		if b.Compare(t.Context()) || len(reports) != 1 || len(reports[0].Found) != 2 || reports[0].Took != 2*time.Second ||
+			reports[0].Err != nil {
 			t.Errorf("reports %v", reports)
 		}
 		b.Engines[1].err = failed

@@ -13,8 +13,9 @@ import (
 // Sync, which waits for it only while something is repaired. It reports whether a Sync of everything has to follow: to repair more than
 // that, or because it is not known what the kernel should have.
 //
-// Families are compared one after the other. Both at once would end sooner only where both have many Services, and take a second processor from
-// changes and from everything else on the node for work that nobody waits for, and that is limited to a small part of the time anyway.
+// Families are compared one after the other. Both at once would end sooner only where both have many Services, and take a second
+// processor from changes and from everything else on the node, for work that nobody waits for, and that is limited to a small part of
+// the time anyway.
 func (b *PerFamily[E]) Compare(ctx context.Context) (again bool) {
 	begin := time.Now()
 	var report drift.Report

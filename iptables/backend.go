@@ -172,7 +172,8 @@ func (e *engine) Sync(ctx context.Context, p *plan.Plan, change plan.Change) err
 	e.counts.begin()
 	changed := e.withhold(p, change.Keys())
 	var err error
-	if change.All() || e.current == nil || e.current.outgrown(p, changed) || e.kept.any() && p.Adds(changed, e.family, e.current.services.Get) {
+	if change.All() || e.current == nil || e.current.outgrown(p, changed) ||
+		e.kept.any() && p.Adds(changed, e.family, e.current.services.Get) {
 		err = e.syncAll(ctx, p)
 	} else {
 		err = e.syncChanged(ctx, p, changed)

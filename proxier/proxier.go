@@ -114,12 +114,10 @@ const (
 	debounceMost = time.Second
 )
 
-// A sync is followed by a pause, in which further changes gather, once syncs have taken more than burst beyond four fifths of the time.
-// The pause is a quarter of what a sync takes, which leaves them just that, but no longer than longestRest.
-const (
-	burst       = 500 * time.Millisecond
-	longestRest = time.Second
-)
+// A sync is followed by a pause, in which further changes gather, once syncs have taken more than burst beyond their share of the
+// time, which is four fifths. With a pause of a quarter of the time that a sync takes, they get no more than that, so none is longer; nor is
+// any longer than five quarters of burst, as they never owe more than burst.
+const burst = 500 * time.Millisecond
 
 // Proxier receives batches of objects, and syncs its backend whenever they change the plan.
 type Proxier struct {
@@ -196,8 +194,8 @@ func New(cfg Config) *Proxier {
 }
 
 // Apply records a batch; it never waits for a sync. Of an object that changes again before it is used, only the last version
-// counts. Until everything has been delivered, objects are read at once: nothing is programmed before that, and read objects take a third of
-// the memory.
+// counts. Until everything has been delivered, objects are read at once: nothing is programmed before that, and read objects take a third
+// of the memory.
 func (p *Proxier) Apply(b source.Batch) {
 	p.mu.Lock()
 	if p.since.IsZero() {
@@ -561,8 +559,8 @@ func (p *Proxier) take() (b source.Batch, since time.Time, resync bool, reserve 
 
 // pause waits until MinSyncPeriod has passed since start, the start of the sync that has just ended. If syncs have taken too much
 // of the time lately and changes are waiting already, it waits longer. A sync of everything does not count: it says nothing about
-// the cost of changes; nor does one count for more than usual that took far longer than others, as it may have waited for another
-// program. Portions of one change follow each other without a pause.
+// the cost of changes. Each other one counts as the median of the last three: one that took far longer than the others may have waited for
+// another program. Portions of one change follow each other without a pause.
 func (p *Proxier) pause(ctx context.Context, start time.Time, all bool) {
 	now := time.Now()
 	left := p.cfg.MinSyncPeriod - now.Sub(start)
@@ -581,7 +579,7 @@ func (p *Proxier) pause(ctx context.Context, start time.Time, all bool) {
 		return
 	}
 	if p.debt > 0 && p.waiting() {
-		left = max(left, min(p.debt*5/4, usual/4, longestRest))
+		left = max(left, min(p.debt*5/4, usual/4))
 	}
 	if left <= 0 {
 		return

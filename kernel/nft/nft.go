@@ -3,6 +3,7 @@
 package nft
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"slices"
@@ -76,6 +77,19 @@ func Rules[T any](f plan.Family, table, chain string, read func(attrs []byte) T)
 		return list(f, table, unix.NFT_MSG_GETRULE, nil, read)
 	}
 	return list(f, table, unix.NFT_MSG_GETRULE, func(b netlink.Buffer) netlink.Buffer { return b.Text(unix.NFTA_RULE_CHAIN, chain) }, read)
+}
+
+// Generation returns a number that changes whenever anything in nf_tables changes.
+func (c *Conn) Generation() (uint32, error) {
+	answer, err := c.conn.Ask(netlink.Message{Type: unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_GETGEN, Body: netlink.Buffer{0, 0, 0, 0}})
+	if err != nil {
+		return 0, fmt.Errorf("asking for the generation of nf_tables: %w", absent(err))
+	}
+	raw := netlink.Attribute(answer[min(headerLen, len(answer)):], unix.NFTA_GEN_ID)
+	if len(raw) != 4 {
+		return 0, errors.New("asking for the generation of nf_tables: the kernel does not tell it")
+	}
+	return binary.BigEndian.Uint32(raw), nil
 }
 
 // commit opens a Conn and carries out a transaction.

@@ -64,3 +64,23 @@ func TestFind(t *testing.T) {
 		}
 	}
 }
+
+// TestGeneration: it changes with anything, and with nothing else.
+func TestGeneration(t *testing.T) {
+	t.Parallel()
+	nstest.Enter(t)
+	c, err := Dial()
+	require.NoError(t, err)
+	defer c.Close()
+	generation := func() uint32 {
+		n, err := c.Generation()
+		require.NoError(t, err)
+		return n
+	}
+	first := generation()
+	require.Equal(t, first, generation())
+	b := NewBatch(plan.IPv6, "t")
+	b.AddTable()
+	require.NoError(t, c.Commit(b))
+	require.NotEqual(t, first, generation())
+}

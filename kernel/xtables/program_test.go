@@ -1,11 +1,14 @@
 package xtables
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -277,8 +280,8 @@ func TestVersion(t *testing.T) {
 	}
 }
 
-// TestRead: of a table that changes while it is read in parts, each part is as it is then, and what has gone is left out; the legacy variant
-// has read all of it before. Rules that only nft can read are reported at the end.
+// TestRead: of a table that changes while it is read in parts, each part is as it is then, and what has gone is left out; the legacy
+// variant has read all of it before. Rules that only nft can read are reported at the end.
 func TestRead(t *testing.T) {
 	for _, v := range []Variant{NFT, Legacy} {
 		t.Run(string(v), func(t *testing.T) {
@@ -318,28 +321,65 @@ func TestRead(t *testing.T) {
 	}
 }
 
-// TestSaveInParts: where iptables-nft-save does not end, as others change something all the time, and neither does the listing of many chains
-// at once, fewer are listed at a time.
+// script returns the path of a shell script that takes the place of a program.
+func script(t *testing.T, name, text string) string {
+	path := filepath.Join(t.TempDir(), name)
+	assert.NoError(t, os.WriteFile(path, []byte("#!/bin/sh\n"+text+"\n"), 0o755))
+	return path
+}
+
+// otherChange is the command by which another program changes something.
+const otherChange = "nft add table ip other; nft delete table ip other"
+
+// programWithChains returns a Program whose table nat has some chains of one rule, and what the table holds.
+func programWithChains(t *testing.T, n int) (*Program, Content) {
+	k := findProgram(t, NFT, plan.IPv4)
+	want := Content{}
+	text := "*nat\n"
+	for i := range n {
+		name := fmt.Sprintf("KUBE-SVC-%d", i)
+		want[name] = []string{fmt.Sprintf("-s 192.0.2.%d/32 -j RETURN", i)}
+		text += fmt.Sprintf(":%s - [0:0]\n-A %s %s\n", name, name, want[name][0])
+	}
+	assert.NoError(t, k.Restore(text+"COMMIT\n"))
+	return k, want
+}
+
+// TestReadOld: a program that reads all tables to list one chain is not asked for parts of a table.
+func TestReadOld(t *testing.T) {
+	t.Parallel()
+	nstest.Run(t, func() {
+		k, want := programWithChains(t, 3)
+		k.RestorePath = script(t, "restore", "exit 1")
+		for _, old := range []bool{true, false} {
+			k.version.number = [3]int{1, 8, 7}
+			if old {
+				k.version.number = [3]int{1, 8, 4}
+			}
+			r, err := k.Read(t.Context(), names.NAT)
+			if !assert.NoError(t, err) {
+				return
+			}
+			got, err := r.Chains(t.Context(), slices.Collect(maps.Keys(want)))
+			if old {
+				assert.NoError(t, err)
+				assert.Equal(t, want, got)
+			} else {
+				assert.Error(t, err)
+			}
+		}
+	})
+}
+
+// TestSaveInParts: where iptables-nft-save does not end, as others change something all the time, and neither does the listing of many
+// chains at once, fewer are listed at a time.
 func TestSaveInParts(t *testing.T) {
 	t.Parallel()
 	nstest.Run(t, func() {
-		k := findProgram(t, NFT, plan.IPv4)
-		want := Content{"PREROUTING": nil, "INPUT": nil, "OUTPUT": nil, "POSTROUTING": nil}
-		text := "*nat\n"
-		for i := range 40 {
-			name := fmt.Sprintf("KUBE-SVC-%d", i)
-			want[name] = []string{fmt.Sprintf("-s 192.0.2.%d/32 -j RETURN", i)}
-			text += fmt.Sprintf(":%s - [0:0]\n-A %s %s\n", name, name, want[name][0])
-		}
-		assert.NoError(t, k.Restore(text+"COMMIT\n"))
-		program := func(name, script string) string {
-			path := filepath.Join(t.TempDir(), name)
-			assert.NoError(t, os.WriteFile(path, []byte("#!/bin/sh\n"+script+"\n"), 0o755))
-			return path
-		}
-		k.SavePath = program("save", "exec sleep 1000")
-		k.RestorePath = program("restore",
-			`in=$(cat); [ $(echo "$in" | grep -c -- -S) -le 12 ] || exec sleep 1000; echo "$in" | iptables-nft-restore "$@"`)
+		k, want := programWithChains(t, 40)
+		k.SavePath = script(t, "save", otherChange+"; exec sleep 1000")
+		k.RestorePath = script(t, "restore", `in=$(cat); [ $(echo "$in" | grep -c -- -S) -le 12 ] || { `+otherChange+
+			`; exec sleep 1000; }; echo "$in" | iptables-nft-restore "$@"`)
 		got, err := k.Save(t.Context(), names.NAT)
 		assert.NoError(t, err)
 		for name := range want {
@@ -348,5 +388,63 @@ func TestSaveInParts(t *testing.T) {
 		lines := 0
 		assert.NoError(t, k.SaveCounters(t.Context(), func(string) { lines++ }))
 		assert.GreaterOrEqual(t, lines, 80, "with counters")
+	})
+}
+
+// TestSlowReading: on a machine on which each run of a program takes longer than partTime, whatever there is to read, parts do not become
+// so small that a table takes hours: where nothing changes, they stay as they are, and where something does, they get more time.
+func TestSlowReading(t *testing.T) {
+	t.Parallel()
+	for _, tc := range []struct {
+		name, meanwhile string
+		runs            int
+	}{{"nothing changes", "", 1}, {"others change something", otherChange, 3}} {
+		t.Run(tc.name, func(t *testing.T) {
+			t.Parallel()
+			nstest.Run(t, func() {
+				k, want := programWithChains(t, 40)
+				log := filepath.Join(t.TempDir(), "runs")
+				k.RestorePath = script(t, "restore", "echo run >>"+log+"; "+tc.meanwhile+`
+					sleep 1.2; exec iptables-nft-restore "$@"`)
+				r, err := k.Read(t.Context(), names.NAT)
+				if !assert.NoError(t, err) {
+					return
+				}
+				got, err := r.Chains(t.Context(), slices.Collect(maps.Keys(want)))
+				assert.NoError(t, err)
+				assert.Equal(t, want, got)
+				runs, err := os.ReadFile(log)
+				assert.NoError(t, err)
+				assert.Equal(t, tc.runs, strings.Count(string(runs), "run"), "runs of the program")
+			})
+		})
+	}
+}
+
+// TestInTime: a program is given up only where it takes too long and something has changed meanwhile.
+func TestInTime(t *testing.T) {
+	t.Parallel()
+	nstest.Run(t, func() {
+		const limit = 10 * time.Millisecond
+		failed := errors.New("failed")
+		for _, tc := range []struct {
+			name string
+			run  func(context.Context) error
+			late bool
+			err  error
+		}{
+			{"slow", func(ctx context.Context) error { time.Sleep(10 * limit); return ctx.Err() }, false, nil},
+			{"failed", func(context.Context) error { return failed }, false, failed},
+			{"disturbed", func(ctx context.Context) error { sh(t, otherChange); <-ctx.Done(); return ctx.Err() }, true, context.Canceled},
+		} {
+			late, err := inTime(t.Context(), limit, tc.run)
+			if late != tc.late || !errors.Is(err, tc.err) {
+				t.Errorf("%s: %t, %v", tc.name, late, err)
+			}
+		}
+		ended, cancel := context.WithCancel(t.Context())
+		if late, err := inTime(ended, limit, func(ctx context.Context) error { cancel(); <-ctx.Done(); return ctx.Err() }); late || err == nil {
+			t.Errorf("at the end: %t, %v", late, err)
+		}
 	})
 }

@@ -40,9 +40,10 @@ func ReadingOf(content Content) *Reading {
 
 // Read begins to read a table beside Restore. The legacy variant reads it at once, without the xtables lock. iptables-nft-save begins
 // anew whenever anything in nf_tables has changed, and so does not end while changes come one after the other; a few hundred chains are
-// read between two of them.
+// read between two of them. Before version 1.8.7, a program reads all tables whatever it is to list: to read some chains takes longer
+// than to read all.
 func (t *Program) Read(ctx context.Context, tbl names.Table) (*Reading, error) {
-	if t.Variant == Legacy {
+	if t.Variant == Legacy || slices.Compare(t.version.number[:], []int{1, 8, 7}) < 0 {
 		content, err := t.Save(ctx, tbl)
 		if err != nil {
 			return nil, err
@@ -64,11 +65,12 @@ type chainReader struct {
 	names    []string          // of the chains that there were at first
 	there    map[string]bool   // those that there were at last
 	most     int               // how many are read at a time
+	limit    time.Duration     // how long that may take while others change something
 	native   []string          // those with native rules, of what has been read
 }
 
 func (t *Program) chainReader(tbl names.Table, counters func(line string)) (*chainReader, error) {
-	r := &chainReader{Program: t, table: tbl, counters: counters, most: partChains}
+	r := &chainReader{Program: t, table: tbl, counters: counters, most: partChains, limit: partTime}
 	if err := r.list(); err != nil {
 		return nil, fmt.Errorf("listing chains of table %s (%s): %w", tbl, t.Family, err)
 	}
@@ -88,8 +90,9 @@ func (r *chainReader) list() error {
 	return nil
 }
 
-// partChains is how many chains are read at a time. If that takes longer than partTime, it is tried with half as many; one alone is read
-// for SaveTime.
+// partChains is how many chains are read at a time. If that takes longer than partTime, since others change something meanwhile, it is
+// tried with half as many, for twice as long: where any run takes that long, the parts are not to become as small as can be. One chain
+// alone is read for SaveTime.
 const (
 	partChains = 500
 	partTime   = time.Second
@@ -100,19 +103,21 @@ func (r *chainReader) read(ctx context.Context, wanted []string) (Content, error
 	out := Content{}
 	for len(wanted) > 0 {
 		some := wanted[:min(r.most, len(wanted))]
-		limited, cancel := context.WithTimeout(ctx, partTime)
+		limit := r.limit
 		if len(some) == 1 {
-			limited = ctx
+			limit = r.SaveTime
 		}
-		content, err := r.some(limited, some)
-		late := limited.Err() != nil
-		cancel()
+		var content Content
+		late, err := inTime(ctx, limit, func(ctx context.Context) (err error) {
+			content, err = r.some(ctx, some)
+			return err
+		})
 		switch {
 		case err == nil:
 			maps.Copy(out, content)
 			wanted = wanted[len(some):]
-		case late && ctx.Err() == nil:
-			r.most = len(some) / 2
+		case late && len(some) > 1:
+			r.most, r.limit = len(some)/2, 2*r.limit
 		default:
 			return nil, fmt.Errorf("listing chains of table %s %s one by one: %w", nft.FamilyName(r.Family), r.table, err)
 		}

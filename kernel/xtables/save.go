@@ -10,6 +10,7 @@ import (
 	"os/exec"
 	"regexp"
 	"strings"
+	"sync"
 	"time"
 
 	"nodeproxy/kernel/names"
@@ -43,19 +44,56 @@ func (t *Program) Save(ctx context.Context, tbl names.Table, known ...Content) (
 	return nil, fmt.Errorf("reading table %s by %s: it does not print the table", tbl, t.SavePath)
 }
 
-// wholeTime is how long iptables-nft-save may take. It begins anew whenever anything in nf_tables has changed, and so does not end while
-// changes come faster than it reads.
+// wholeTime is how long iptables-nft-save may take while others change something.
 const wholeTime = 5 * time.Second
 
 // save runs iptables-save. late says that its output has to be read in parts.
 func (t *Program) save(ctx context.Context, parse func(io.Reader) error, args ...string) (late bool, err error) {
-	limited, cancel := ctx, func() {}
-	if t.Variant == NFT {
-		limited, cancel = context.WithTimeout(ctx, wholeTime)
+	run := func(ctx context.Context) error { return t.read(ctx, t.SavePath, "", parse, args...) }
+	if t.Variant == Legacy {
+		return false, run(ctx)
 	}
-	defer cancel()
-	err = t.read(limited, t.SavePath, "", parse, args...)
-	return err != nil && limited.Err() != nil && ctx.Err() == nil, err
+	return inTime(ctx, wholeTime, run)
+}
+
+// inTime calls a function that runs a program of the nft variant. Such a program begins anew whenever anything in nf_tables has changed
+// while it read, and so does not end while changes come faster than it reads. Once it has taken longer than limit, and something has
+// changed meanwhile, its context ends, and late is true. Where nothing changes, it is only slow, and to give up would be of no use.
+func inTime(ctx context.Context, limit time.Duration, run func(context.Context) error) (late bool, err error) {
+	limited, cancel := context.WithCancel(ctx)
+	changed, end := changes()
+	var watching sync.WaitGroup
+	watching.Go(func() {
+		for limited.Err() == nil {
+			select {
+			case <-limited.Done():
+			case <-time.After(limit):
+				if changed() {
+					cancel()
+				}
+			}
+		}
+	})
+	err = run(limited)
+	late = err != nil && limited.Err() != nil && ctx.Err() == nil
+	cancel()
+	watching.Wait()
+	end()
+	return late, err
+}
+
+// changes returns what reports whether anything in nf_tables of the calling thread's network namespace has changed since; true where that
+// is not known. end is to be called after that.
+func changes() (since func() bool, end func()) {
+	c, err := nft.Dial()
+	if err != nil {
+		return func() bool { return true }, func() {}
+	}
+	before, err := c.Generation()
+	return func() bool {
+		now, failed := c.Generation()
+		return err != nil || failed != nil || now != before
+	}, func() { _ = c.Close() }
 }
 
 // read runs a program that reads from the kernel, and passes on what it prints. The program is ended with ctx, and after saveTime.
