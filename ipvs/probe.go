@@ -78,6 +78,8 @@ func (b *Backend) probe(ctx context.Context, suspect func(why string)) {
 	if counter, err := ipvs.OpenCounts(); err == nil {
 		defer counter.Close()
 		c = counter
+	} else {
+		b.cfg.Log.Debug("virtual servers can't be counted, only listed", "error", err)
 	}
 	p, wait, cost := &prober{}, countInterval, time.Duration(0)
 	next := time.Now().Add(probeInterval)
