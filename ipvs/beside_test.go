@@ -380,3 +380,24 @@ func TestCompareFails(t *testing.T) {
 		t.Error("it panicked, and no sync has to follow")
 	}
 }
+
+// TestUnfinishedBesideComparison: whether something is left may be asked while a comparison fails.
+func TestUnfinishedBesideComparison(t *testing.T) {
+	t.Parallel()
+	e, k := fakeEngine(plan.IPv4, testOptions)
+	b := &Backend{}
+	b.Engines = []*engine{e}
+	require.NoError(t, e.Sync(t.Context(), large(3), plan.Everything()))
+	clear(k.virtual)
+	k.fail = "add server"
+	var running sync.WaitGroup
+	running.Go(func() {
+		if !b.Compare(t.Context()) {
+			t.Error("the repair failed, and no sync has to follow")
+		}
+	})
+	if b.Unfinished() {
+		t.Error("something is left")
+	}
+	running.Wait()
+}
