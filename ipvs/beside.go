@@ -18,12 +18,7 @@ const mostBeside = 200
 
 // CompareBeside is Compare for one family. What it reads while syncs go on shows where to look: see recheck.
 func (e *engine) CompareBeside(ctx context.Context) (found drift.Found, again bool, err error) {
-	defer func() {
-		if fault := recover(); fault != nil { // What is in the kernel is not only of this program's making.
-			again, err = true, fmt.Errorf("comparing with the kernel panicked: %v\n%s", fault, debug.Stack())
-			e.forget()
-		}
-	}()
+	defer e.recovered(&again, &err)
 	r := e.beginReading()
 	if r == nil {
 		return nil, true, nil
@@ -57,12 +52,21 @@ func (e *engine) CompareBeside(ctx context.Context) (found drift.Found, again bo
 	return append(found, more...), again, err
 }
 
-// forget makes the next sync compare everything.
-func (e *engine) forget() {
+// recovered is to be deferred. It makes an error of a panic, after which the next sync compares everything.
+func (e *engine) recovered(again *bool, err *error) {
+	fault := recover()
+	if fault == nil {
+		return
+	}
+	// What is in the kernel is not only of this program's making.
+	*again, *err = true, fmt.Errorf("comparing with the kernel panicked: %v\n%s", fault, debug.Stack())
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.desired, e.rest = nil, nil
+	e.forget()
 }
+
+// forget makes the next sync compare everything. The lock must be held.
+func (e *engine) forget() { e.desired, e.rest, e.changes = nil, nil, nil }
 
 // reading is under way while something is read of the kernel and syncs go on.
 type reading struct {
@@ -117,7 +121,7 @@ func (e *engine) settle(r *reading, now *actual) (found drift.Found, again bool,
 		found = append(found, more...)
 	}
 	if err != nil {
-		e.desired, e.rest = nil, nil
+		e.forget()
 		return found, true, err
 	}
 	if counts := found.Counts(); counts[drift.VirtualServer]+counts[drift.RealServer] == 0 {

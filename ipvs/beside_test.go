@@ -401,3 +401,40 @@ func TestUnfinishedBesideComparison(t *testing.T) {
 	}
 	running.Wait()
 }
+
+// TestFailedRepair: what a repair that fails would have changed is not changed later, when it may be as it should be.
+func TestFailedRepair(t *testing.T) {
+	t.Parallel()
+	e, k := fakeEngine(plan.IPv4, testOptions)
+	p := large(2)
+	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
+	want := k.text()
+	e.machine.servers = &forgetful{fakeServers: fakeServers{k}}
+	foreign := func(is bool) {
+		for _, v := range k.virtual {
+			v.Foreign = is
+		}
+	}
+	foreign(true)
+	if _, again, err := e.CompareBeside(t.Context()); !errors.Is(err, errRefused) || !again {
+		t.Errorf("again %t, %v", again, err)
+	}
+	foreign(false)
+	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
+	if k.text() != want {
+		t.Errorf("the kernel holds\n%s\ninstead of\n%s", k.text(), want)
+	}
+}
+
+// forgetful are virtual servers of which the second can't be read.
+type forgetful struct {
+	fakeServers
+	gets int
+}
+
+func (s *forgetful) Get(id ipvs.ServerID) (*ipvs.ActualServer, error) {
+	if s.gets++; s.gets == 2 {
+		return nil, errRefused
+	}
+	return s.fakeServers.Get(id)
+}

@@ -142,6 +142,7 @@ func (b *Backend) countAll(c counts) (why string) {
 // compareNamed compares some virtual servers and sets with the kernel, and repairs what differs. It reports whether everything has to be
 // compared.
 func (e *engine) compareNamed(n named) (found drift.Found, again bool, err error) {
+	defer e.recovered(&again, &err)
 	r := e.beginReading()
 	if r == nil { // The next sync compares everything.
 		return nil, false, nil
@@ -169,7 +170,7 @@ func (e *engine) compareNamed(n named) (found drift.Found, again bool, err error
 		return nil, true, nil
 	}
 	if found, err = e.recheck(s, now); err != nil {
-		e.desired, e.rest = nil, nil
+		e.forget()
 	}
 	return found, false, err
 }

@@ -92,7 +92,7 @@ func TestCount(t *testing.T) {
 // TestCountFails: after an error nothing is known, and everything is compared.
 func TestCountFails(t *testing.T) {
 	t.Parallel()
-	b, e, k, _, ids, last := counting(t)
+	b, e, k, p, ids, last := counting(t)
 	c := fakeCounts{k, nil}
 	k.fail = "count"
 	if b.countAll(c) == "" {
@@ -102,6 +102,13 @@ func TestCountFails(t *testing.T) {
 	k.fail = "add server"
 	if b.countAll(c) == "" || e.desired != nil || !errors.Is(last.Err, errRefused) {
 		t.Errorf("the repair failed: %+v", *last)
+	}
+	k.fail = ""
+	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
+	clear(k.set["KUBE-CLUSTER-IP"])
+	beside(e, k, func() { panic("a wrong number") })
+	if b.countAll(c) == "" || e.desired != nil || len(e.readings) > 0 {
+		t.Error("it panicked, and not everything is compared")
 	}
 }
 
