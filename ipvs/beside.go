@@ -117,6 +117,7 @@ func (e *engine) settle(r *reading, now *actual) (found drift.Found, again bool,
 	if found, err = e.guardMarks(); err == nil {
 		var more drift.Found
 		e.refusedAgain(s)
+		e.forgetChanged(s, r)
 		more, err = e.recheck(s, now)
 		found = append(found, more...)
 	}

@@ -402,6 +402,28 @@ func TestUnfinishedBesideComparison(t *testing.T) {
 	running.Wait()
 }
 
+// TestRefusedDuringComparison: an address that came while everything was read is there, though the kernel refuses its entry.
+func TestRefusedDuringComparison(t *testing.T) {
+	t.Parallel()
+	e, k := fakeEngine(plan.IPv4, Options{VIPs: Addresses})
+	p := large(3)
+	sp := p.Sorted(plan.IPv4)[0]
+	refused := ipset.Entry{Addr: sp.Frontends[0].Addr}
+	e.machine.sets = &pickySets{fakeSets: fakeSets{k}, refuses: func(e ipset.Entry) bool { return e == refused }}
+	p.Delete(sp.Key)
+	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
+	r := e.beginReading()
+	now, err := e.machine.read(plan.IPv4, r.marks, nil)
+	require.NoError(t, err)
+	p.Set(sp)
+	require.NoError(t, e.Sync(t.Context(), p, plan.Only(plan.Keys{sp.Key: {}})))
+	require.Len(t, e.refusedMembers, 1)
+	if found, again, err := e.settle(r, now); err != nil || again || len(found) > 0 {
+		t.Errorf("found %s, again %t, %v", found.Words(5), again, err)
+	}
+	e.endReading(r)
+}
+
 // TestFailedRepair: what a repair that fails would have changed is not changed later, when it may be as it should be.
 func TestFailedRepair(t *testing.T) {
 	t.Parallel()
