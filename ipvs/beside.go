@@ -117,6 +117,7 @@ func (e *engine) settle(r *reading, now *actual) (found drift.Found, again bool,
 	if found, err = e.guardMarks(); err == nil {
 		var more drift.Found
 		e.refusedAgain(s)
+		e.leftAlone(s)
 		e.forgetChanged(s, r)
 		more, err = e.recheck(s, now)
 		found = append(found, more...)
@@ -233,6 +234,22 @@ func (e *engine) refusedAgain(t *touched) {
 	for m := range e.refusedMembers {
 		t.members.Insert(m)
 		t.suspectAddress(m)
+	}
+}
+
+// leftAlone adds virtual servers that were left to their connections when others replaced them, and whose ServicePort is gone.
+func (e *engine) leftAlone(t *touched) {
+	hashes := map[uint32]bool(nil)
+	for id := range e.actual.servers {
+		if _, wanted := e.desired.servers[id]; wanted {
+			continue
+		}
+		if hashes == nil { // Needed rarely.
+			hashes = e.desired.hashes()
+		}
+		if !e.desired.replaces(id, hashes) {
+			t.servers.Insert(id)
+		}
 	}
 }
 

@@ -460,3 +460,27 @@ func (s *forgetful) Get(id ipvs.ServerID) (*ipvs.ActualServer, error) {
 	}
 	return s.fakeServers.Get(id)
 }
+
+// TestReplacedOfGoneService: a comparison removes a virtual server that was left to its connections, when its Service is gone. As long as
+// the Service is there, the virtual server stays as it is.
+func TestReplacedOfGoneService(t *testing.T) {
+	t.Parallel()
+	e, k := fakeEngine(plan.IPv4, testOptions)
+	local, cluster := webPlan(plan.Local, plan.TCP), webPlan(plan.Cluster, plan.TCP)
+	none := plan.New(local.Node, local.Settings)
+	require.NoError(t, e.Sync(t.Context(), local, plan.Everything()))
+	k.connections[netip.MustParseAddrPort("10.244.1.5:8080")] = 1
+	for _, next := range []*plan.Plan{cluster, none} {
+		require.NoError(t, e.Sync(t.Context(), next, plan.Only(plantest.Differing(local, cluster))))
+		before := k.text()
+		if found, again, err := e.CompareBeside(t.Context()); err != nil || again || len(found) > 0 {
+			t.Errorf("found %s, again %t, %v", found.Words(5), again, err)
+		}
+		if next == cluster && k.text() != before {
+			t.Errorf("the kernel holds\n%s\ninstead of\n%s", k.text(), before)
+		}
+	}
+	if len(k.virtual) > 0 {
+		t.Errorf("the Service is gone, and there is\n%s", k.text())
+	}
+}
