@@ -112,6 +112,29 @@ func TestCountFails(t *testing.T) {
 	}
 }
 
+// TestCountOfOneFamily: virtual servers of IPv6 are not counted; entries are.
+func TestCountOfOneFamily(t *testing.T) {
+	t.Parallel()
+	e, k := fakeEngine(plan.IPv6, testOptions)
+	b, p, last := &Backend{}, plan.New(plan.Node{Name: "me"}, plan.Settings{}), drift.Report{}
+	b.Engines, b.Compared = []*engine{e}, func(r drift.Report) { last = r }
+	sp := *large(1).Sorted(plan.IPv4)[0]
+	sp.Key.Family = plan.IPv6
+	sp.Frontends = []plan.Frontend{sp.Frontends[0]}
+	sp.Frontends[0].Addr = netip.MustParseAddr("fd00::1")
+	sp.Endpoints.Cluster = []plan.Endpoint{{Addr: netip.MustParseAddrPort("[fd00::2]:80")}}
+	p.Set(&sp)
+	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
+	want := k.text()
+	require.Len(t, k.set["KUBE-6-CLUSTER-IP"], 1)
+	clear(k.set["KUBE-6-CLUSTER-IP"])
+	k.calls = nil
+	why := b.countAll(fakeCounts{k, nil})
+	if why != "" || len(last.Found) != 1 || k.text() != want || slices.Contains(k.calls, "count") || !e.uncounted() {
+		t.Errorf("%q, found %s, calls %q; the kernel holds\n%s", why, last.Found.Words(5), k.calls, k.text())
+	}
+}
+
 // TestCountDuringChanges: what a sync changes while numbers, or a set, are read is no drift.
 func TestCountDuringChanges(t *testing.T) {
 	t.Parallel()
