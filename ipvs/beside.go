@@ -255,7 +255,8 @@ func (e *engine) leftAlone(t *touched) {
 
 // same reports whether two virtual servers and their real servers are alike.
 func (v *actualServer) same(o *actualServer) bool {
-	return v.Server == o.Server && maps.EqualFunc(v.realServers, o.realServers, func(a, b *actualRealServer) bool { return a.weight == b.weight })
+	alike := func(a, b *actualRealServer) bool { return a.weight == b.weight }
+	return v.Server == o.Server && maps.EqualFunc(v.realServers, o.realServers, alike)
 }
 
 // recheck reads which suspects the kernel has, and makes them as desired. It returns how they differ from what was written. now is what was

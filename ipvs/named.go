@@ -54,7 +54,8 @@ type named struct {
 }
 
 // count compares numbers of objects with those in the kernel, which is cheap, and returns where they differ. It sees what has been added
-// or removed: entries of sets, and virtual and real servers, for which c is nil for a family in which they can't be counted.
+// or removed, unless sums stay the same: entries of sets, and virtual and real servers, for which c is nil for a family in which they
+// can't be counted.
 func (e *engine) count(c counts) (n named, err error) {
 	r := e.beginReading()
 	if r == nil { // The next sync compares everything.

@@ -43,8 +43,8 @@ func counting(t *testing.T) (b *Backend, e *engine, k *fakeKernel, p *plan.Plan,
 	return b, e, k, p, slices.SortedFunc(maps.Keys(k.virtual), compareServers), last
 }
 
-// TestCount: what another program adds or removes is found by counting and is repaired, and nothing else is looked at. A virtual server that
-// belongs to another program is not touched. Whatever only everything shows leads to a comparison of everything.
+// TestCount: what another program adds or removes is found by counting and is repaired, and nothing else is looked at. A virtual server
+// that belongs to another program is not touched. Whatever only everything shows leads to a comparison of everything.
 func TestCount(t *testing.T) {
 	t.Parallel()
 	b, e, k, p, ids, last := counting(t)
