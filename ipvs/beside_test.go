@@ -180,6 +180,17 @@ func TestCompareDuringChanges(t *testing.T) {
 		next = next[1:]
 		require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
 		meddle, meddled := rapid.Bool().Draw(t, "another program meddles"), 0
+		if rapid.Bool().Draw(t, "connections are open") { // So what is no longer used drains, which is no difference.
+			for _, p := range append(next, p) {
+				for _, sp := range p.Services {
+					for _, ep := range sp.All() {
+						k.connections[ep.Addr] = 1
+					}
+				}
+			}
+		}
+		b := &Backend{}
+		b.Engines, b.Compared = []*engine{e}, func(r drift.Report) { t.Fatalf("counting found %s", r.Found.Words(5)) }
 		sync := func(change plan.Change) {
 			err := e.Sync(t.Context(), p, change)
 			if err != nil && meddled > 0 { // What it should have changed is gone, to which the kernel would not object.
@@ -199,6 +210,8 @@ func TestCompareDuringChanges(t *testing.T) {
 				require.NoError(t, e.drain(time.Now()))
 			case action == 5 && meddle:
 				meddled += meddling(t, k)
+			case action == 6 && meddled == 0:
+				require.Empty(t, b.countAll(fakeCounts{k, nil}))
 			}
 		})
 		for range 2 {
@@ -221,6 +234,7 @@ func TestCompareDuringChanges(t *testing.T) {
 		if err != nil || again || len(found) > meddled || len(e.readings) > 0 {
 			t.Fatalf("found %s, again %t, %v; %d readings are under way", found.Words(5), again, err, len(e.readings))
 		}
+		clear(k.connections)
 		require.NoError(t, e.drain(time.Now()))
 		fresh, want := fakeEngine(f, testOptions)
 		require.NoError(t, fresh.Sync(t.Context(), p, plan.Everything()))
