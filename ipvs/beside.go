@@ -18,12 +18,7 @@ const mostBeside = 200
 
 // CompareBeside is Compare for one family. What it reads while syncs go on shows where to look: see recheck.
 func (e *engine) CompareBeside(ctx context.Context) (found drift.Found, again bool, err error) {
-	defer func() {
-		if fault := recover(); fault != nil { // What is in the kernel is not only of this program's making.
-			again, err = true, fmt.Errorf("comparing with the kernel panicked: %v\n%s", fault, debug.Stack())
-			e.forget()
-		}
-	}()
+	defer e.recovered(&again, &err)
 	r := e.beginReading()
 	if r == nil {
 		return nil, true, nil
@@ -57,12 +52,21 @@ func (e *engine) CompareBeside(ctx context.Context) (found drift.Found, again bo
 	return append(found, more...), again, err
 }
 
-// forget makes the next sync compare everything.
-func (e *engine) forget() {
+// recovered is to be deferred. It makes an error of a panic, after which the next sync compares everything.
+func (e *engine) recovered(again *bool, err *error) {
+	fault := recover()
+	if fault == nil {
+		return
+	}
+	// What is in the kernel is not only of this program's making.
+	*again, *err = true, fmt.Errorf("comparing with the kernel panicked: %v\n%s", fault, debug.Stack())
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.desired, e.rest = nil, nil
+	e.forget()
 }
+
+// forget makes the next sync compare everything. The lock must be held.
+func (e *engine) forget() { e.desired, e.rest, e.changes = nil, nil, nil }
 
 // reading is under way while something is read of the kernel and syncs go on.
 type reading struct {
@@ -113,11 +117,13 @@ func (e *engine) settle(r *reading, now *actual) (found drift.Found, again bool,
 	if found, err = e.guardMarks(); err == nil {
 		var more drift.Found
 		e.refusedAgain(s)
+		e.leftAlone(s)
+		e.forgetChanged(s, r)
 		more, err = e.recheck(s, now)
 		found = append(found, more...)
 	}
 	if err != nil {
-		e.desired, e.rest = nil, nil
+		e.forget()
 		return found, true, err
 	}
 	if counts := found.Counts(); counts[drift.VirtualServer]+counts[drift.RealServer] == 0 {
@@ -231,9 +237,26 @@ func (e *engine) refusedAgain(t *touched) {
 	}
 }
 
+// leftAlone adds virtual servers that were left to their connections when others replaced them, and whose ServicePort is gone.
+func (e *engine) leftAlone(t *touched) {
+	hashes := map[uint32]bool(nil)
+	for id := range e.actual.servers {
+		if _, wanted := e.desired.servers[id]; wanted {
+			continue
+		}
+		if hashes == nil { // Needed rarely.
+			hashes = e.desired.hashes()
+		}
+		if !e.desired.replaces(id, hashes) {
+			t.servers.Insert(id)
+		}
+	}
+}
+
 // same reports whether two virtual servers and their real servers are alike.
 func (v *actualServer) same(o *actualServer) bool {
-	return v.Server == o.Server && maps.EqualFunc(v.realServers, o.realServers, func(a, b *actualRealServer) bool { return a.weight == b.weight })
+	alike := func(a, b *actualRealServer) bool { return a.weight == b.weight }
+	return v.Server == o.Server && maps.EqualFunc(v.realServers, o.realServers, alike)
 }
 
 // recheck reads which suspects the kernel has, and makes them as desired. It returns how they differ from what was written. now is what was

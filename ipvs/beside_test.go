@@ -180,6 +180,17 @@ func TestCompareDuringChanges(t *testing.T) {
 		next = next[1:]
 		require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
 		meddle, meddled := rapid.Bool().Draw(t, "another program meddles"), 0
+		if rapid.Bool().Draw(t, "connections are open") { // So what is no longer used drains, which is no difference.
+			for _, p := range append(next, p) {
+				for _, sp := range p.Services {
+					for _, ep := range sp.All() {
+						k.connections[ep.Addr] = 1
+					}
+				}
+			}
+		}
+		b := &Backend{}
+		b.Engines, b.Compared = []*engine{e}, func(r drift.Report) { t.Fatalf("counting found %s", r.Found.Words(5)) }
 		sync := func(change plan.Change) {
 			err := e.Sync(t.Context(), p, change)
 			if err != nil && meddled > 0 { // What it should have changed is gone, to which the kernel would not object.
@@ -199,6 +210,8 @@ func TestCompareDuringChanges(t *testing.T) {
 				require.NoError(t, e.drain(time.Now()))
 			case action == 5 && meddle:
 				meddled += meddling(t, k)
+			case action == 6 && meddled == 0:
+				require.Empty(t, b.countAll(fakeCounts{k, nil}))
 			}
 		})
 		for range 2 {
@@ -221,6 +234,7 @@ func TestCompareDuringChanges(t *testing.T) {
 		if err != nil || again || len(found) > meddled || len(e.readings) > 0 {
 			t.Fatalf("found %s, again %t, %v; %d readings are under way", found.Words(5), again, err, len(e.readings))
 		}
+		clear(k.connections)
 		require.NoError(t, e.drain(time.Now()))
 		fresh, want := fakeEngine(f, testOptions)
 		require.NoError(t, fresh.Sync(t.Context(), p, plan.Everything()))
@@ -378,5 +392,109 @@ func TestCompareFails(t *testing.T) {
 	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
 	if !b.Compare(t.Context()) || len(e.readings) > 0 {
 		t.Error("it panicked, and no sync has to follow")
+	}
+}
+
+// TestUnfinishedBesideComparison: whether something is left may be asked while a comparison fails.
+func TestUnfinishedBesideComparison(t *testing.T) {
+	t.Parallel()
+	e, k := fakeEngine(plan.IPv4, testOptions)
+	b := &Backend{}
+	b.Engines = []*engine{e}
+	require.NoError(t, e.Sync(t.Context(), large(3), plan.Everything()))
+	clear(k.virtual)
+	k.fail = "add server"
+	var running sync.WaitGroup
+	running.Go(func() {
+		if !b.Compare(t.Context()) {
+			t.Error("the repair failed, and no sync has to follow")
+		}
+	})
+	if b.Unfinished() {
+		t.Error("something is left")
+	}
+	running.Wait()
+}
+
+// TestRefusedDuringComparison: an address that came while everything was read is there, though the kernel refuses its entry.
+func TestRefusedDuringComparison(t *testing.T) {
+	t.Parallel()
+	e, k := fakeEngine(plan.IPv4, Options{VIPs: Addresses})
+	p := large(3)
+	sp := p.Sorted(plan.IPv4)[0]
+	refused := ipset.Entry{Addr: sp.Frontends[0].Addr}
+	e.machine.sets = &pickySets{fakeSets: fakeSets{k}, refuses: func(e ipset.Entry) bool { return e == refused }}
+	p.Delete(sp.Key)
+	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
+	r := e.beginReading()
+	now, err := e.machine.read(plan.IPv4, r.marks, nil)
+	require.NoError(t, err)
+	p.Set(sp)
+	require.NoError(t, e.Sync(t.Context(), p, plan.Only(plan.Keys{sp.Key: {}})))
+	require.Len(t, e.refusedMembers, 1)
+	if found, again, err := e.settle(r, now); err != nil || again || len(found) > 0 {
+		t.Errorf("found %s, again %t, %v", found.Words(5), again, err)
+	}
+	e.endReading(r)
+}
+
+// TestFailedRepair: what a repair that fails would have changed is not changed later, when it may be as it should be.
+func TestFailedRepair(t *testing.T) {
+	t.Parallel()
+	e, k := fakeEngine(plan.IPv4, testOptions)
+	p := large(2)
+	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
+	want := k.text()
+	e.machine.servers = &forgetful{fakeServers: fakeServers{k}}
+	foreign := func(is bool) {
+		for _, v := range k.virtual {
+			v.Foreign = is
+		}
+	}
+	foreign(true)
+	if _, again, err := e.CompareBeside(t.Context()); !errors.Is(err, errRefused) || !again {
+		t.Errorf("again %t, %v", again, err)
+	}
+	foreign(false)
+	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
+	if k.text() != want {
+		t.Errorf("the kernel holds\n%s\ninstead of\n%s", k.text(), want)
+	}
+}
+
+// forgetful are virtual servers of which the second can't be read.
+type forgetful struct {
+	fakeServers
+	gets int
+}
+
+func (s *forgetful) Get(id ipvs.ServerID) (*ipvs.ActualServer, error) {
+	if s.gets++; s.gets == 2 {
+		return nil, errRefused
+	}
+	return s.fakeServers.Get(id)
+}
+
+// TestReplacedOfGoneService: a comparison removes a virtual server that was left to its connections, when its Service is gone. As long as
+// the Service is there, the virtual server stays as it is.
+func TestReplacedOfGoneService(t *testing.T) {
+	t.Parallel()
+	e, k := fakeEngine(plan.IPv4, testOptions)
+	local, cluster := webPlan(plan.Local, plan.TCP), webPlan(plan.Cluster, plan.TCP)
+	none := plan.New(local.Node, local.Settings)
+	require.NoError(t, e.Sync(t.Context(), local, plan.Everything()))
+	k.connections[netip.MustParseAddrPort("10.244.1.5:8080")] = 1
+	for _, next := range []*plan.Plan{cluster, none} {
+		require.NoError(t, e.Sync(t.Context(), next, plan.Only(plantest.Differing(local, cluster))))
+		before := k.text()
+		if found, again, err := e.CompareBeside(t.Context()); err != nil || again || len(found) > 0 {
+			t.Errorf("found %s, again %t, %v", found.Words(5), again, err)
+		}
+		if next == cluster && k.text() != before {
+			t.Errorf("the kernel holds\n%s\ninstead of\n%s", k.text(), before)
+		}
+	}
+	if len(k.virtual) > 0 {
+		t.Errorf("the Service is gone, and there is\n%s", k.text())
 	}
 }

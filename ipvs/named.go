@@ -54,7 +54,8 @@ type named struct {
 }
 
 // count compares numbers of objects with those in the kernel, which is cheap, and returns where they differ. It sees what has been added
-// or removed: entries of sets, and virtual and real servers, for which c is nil for a family in which they can't be counted.
+// or removed, unless sums stay the same: entries of sets, and virtual and real servers, for which c is nil for a family in which they
+// can't be counted.
 func (e *engine) count(c counts) (n named, err error) {
 	r := e.beginReading()
 	if r == nil { // The next sync compares everything.
@@ -142,6 +143,7 @@ func (b *Backend) countAll(c counts) (why string) {
 // compareNamed compares some virtual servers and sets with the kernel, and repairs what differs. It reports whether everything has to be
 // compared.
 func (e *engine) compareNamed(n named) (found drift.Found, again bool, err error) {
+	defer e.recovered(&again, &err)
 	r := e.beginReading()
 	if r == nil { // The next sync compares everything.
 		return nil, false, nil
@@ -169,7 +171,7 @@ func (e *engine) compareNamed(n named) (found drift.Found, again bool, err error
 		return nil, true, nil
 	}
 	if found, err = e.recheck(s, now); err != nil {
-		e.desired, e.rest = nil, nil
+		e.forget()
 	}
 	return found, false, err
 }

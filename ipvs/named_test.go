@@ -43,8 +43,8 @@ func counting(t *testing.T) (b *Backend, e *engine, k *fakeKernel, p *plan.Plan,
 	return b, e, k, p, slices.SortedFunc(maps.Keys(k.virtual), compareServers), last
 }
 
-// TestCount: what another program adds or removes is found by counting and is repaired, and nothing else is looked at. A virtual server that
-// belongs to another program is not touched. Whatever only everything shows leads to a comparison of everything.
+// TestCount: what another program adds or removes is found by counting and is repaired, and nothing else is looked at. A virtual server
+// that belongs to another program is not touched. Whatever only everything shows leads to a comparison of everything.
 func TestCount(t *testing.T) {
 	t.Parallel()
 	b, e, k, p, ids, last := counting(t)
@@ -92,7 +92,7 @@ func TestCount(t *testing.T) {
 // TestCountFails: after an error nothing is known, and everything is compared.
 func TestCountFails(t *testing.T) {
 	t.Parallel()
-	b, e, k, _, ids, last := counting(t)
+	b, e, k, p, ids, last := counting(t)
 	c := fakeCounts{k, nil}
 	k.fail = "count"
 	if b.countAll(c) == "" {
@@ -102,6 +102,36 @@ func TestCountFails(t *testing.T) {
 	k.fail = "add server"
 	if b.countAll(c) == "" || e.desired != nil || !errors.Is(last.Err, errRefused) {
 		t.Errorf("the repair failed: %+v", *last)
+	}
+	k.fail = ""
+	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
+	clear(k.set["KUBE-CLUSTER-IP"])
+	beside(e, k, func() { panic("a wrong number") })
+	if b.countAll(c) == "" || e.desired != nil || len(e.readings) > 0 {
+		t.Error("it panicked, and not everything is compared")
+	}
+}
+
+// TestCountOfOneFamily: virtual servers of IPv6 are not counted; entries are.
+func TestCountOfOneFamily(t *testing.T) {
+	t.Parallel()
+	e, k := fakeEngine(plan.IPv6, testOptions)
+	b, p, last := &Backend{}, plan.New(plan.Node{Name: "me"}, plan.Settings{}), drift.Report{}
+	b.Engines, b.Compared = []*engine{e}, func(r drift.Report) { last = r }
+	sp := *large(1).Sorted(plan.IPv4)[0]
+	sp.Key.Family = plan.IPv6
+	sp.Frontends = []plan.Frontend{sp.Frontends[0]}
+	sp.Frontends[0].Addr = netip.MustParseAddr("fd00::1")
+	sp.Endpoints.Cluster = []plan.Endpoint{{Addr: netip.MustParseAddrPort("[fd00::2]:80")}}
+	p.Set(&sp)
+	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
+	want := k.text()
+	require.Len(t, k.set["KUBE-6-CLUSTER-IP"], 1)
+	clear(k.set["KUBE-6-CLUSTER-IP"])
+	k.calls = nil
+	why := b.countAll(fakeCounts{k, nil})
+	if why != "" || len(last.Found) != 1 || k.text() != want || slices.Contains(k.calls, "count") || !e.uncounted() {
+		t.Errorf("%q, found %s, calls %q; the kernel holds\n%s", why, last.Found.Words(5), k.calls, k.text())
 	}
 }
 

@@ -15,8 +15,8 @@ import (
 
 // The kernel sends no notifications about virtual servers and sets. Entries, and virtual and real servers of IPv4, are counted every
 // countInterval, or less often if that takes long: it takes no more than one part in countShare of the time. What counting does not show,
-// such as a weight, or anything of a virtual server of IPv6, is looked for every probeInterval, in one part of probeShare of the time; where
-// there is no virtual server of IPv6, in one part of weightShare. Sysctls and diverted ports are looked at every probeInterval.
+// such as a weight, or anything of a virtual server of IPv6, is looked for every probeInterval, in one part of probeShare of the time;
+// where there is no virtual server of IPv6, in one part of weightShare. Sysctls and diverted ports are looked at every probeInterval.
 const (
 	countInterval = 250 * time.Millisecond
 	countShare    = 500
@@ -78,6 +78,8 @@ func (b *Backend) probe(ctx context.Context, suspect func(why string)) {
 	if counter, err := ipvs.OpenCounts(); err == nil {
 		defer counter.Close()
 		c = counter
+	} else {
+		b.cfg.Log.Debug("virtual servers can't be counted, only listed", "error", err)
 	}
 	p, wait, cost := &prober{}, countInterval, time.Duration(0)
 	next := time.Now().Add(probeInterval)

@@ -163,7 +163,13 @@ func (e *engine) step(t *touched) {
 // Unfinished reports whether the last Sync has changed some addresses of a ServicePort only, as it has many. The next one goes on, whatever its
 // change is. It must not be called during a Sync.
 func (b *Backend) Unfinished() bool {
-	return slices.ContainsFunc(b.Engines, func(e *engine) bool { return e.rest != nil })
+	return slices.ContainsFunc(b.Engines, (*engine).unfinished)
+}
+
+func (e *engine) unfinished() bool {
+	e.mu.Lock() // A comparison that fails forgets what is left.
+	defer e.mu.Unlock()
+	return e.rest != nil
 }
 
 // picked returns where update notes what ServicePort k touches.

@@ -33,13 +33,18 @@ const (
 	entryDests     = 44
 )
 
-// OpenCounts opens Counts of the virtual servers in the network namespace of the calling thread.
+// OpenCounts opens Counts of the virtual servers in the network namespace of the calling thread. It is an error if they can't be read.
 func OpenCounts() (*Counts, error) {
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return nil, fmt.Errorf("socket to count real servers: %w", err)
 	}
-	return &Counts{fd: fd}, nil
+	c := &Counts{fd: fd}
+	if err := c.Read(func(ServerID, int) {}); err != nil {
+		_ = c.Close()
+		return nil, err
+	}
+	return c, nil
 }
 
 // Close closes the socket.

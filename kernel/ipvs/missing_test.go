@@ -19,6 +19,10 @@ func TestMissing(t *testing.T) {
 		s.Close()
 		t.Error("servers can be opened without any right to them")
 	}
+	if c, err := OpenCounts(); err == nil {
+		c.Close()
+		t.Error("servers can be counted without any right to them")
+	}
 }
 
 // wantAdvice checks that an error names what is missing, and what to do.
