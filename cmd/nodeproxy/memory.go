@@ -9,14 +9,16 @@ import (
 	"nodeproxy/node/memory"
 )
 
-// heapGrowth is by how many percent the heap grows, once all objects have been read, before garbage is collected, unless the environment variable
-// GOGC says otherwise. Go's own 100 is for programs that make much garbage, as reading objects does, while there is little else. Behind that it takes
-// hundreds of changes to make as much as there is of objects, so that more frequent collections cost next to nothing, and a quarter of the memory is
-// left to others.
+// heapGrowth is by how many percent the heap grows, once all objects have been read, before garbage is collected, unless the environment
+// variable GOGC says otherwise. Go's own 100 is for programs that make much garbage, as reading objects does, while there is little else.
+// Behind that it takes hundreds of changes to make as much as there is of objects, so that more frequent collections cost next to nothing,
+// and a quarter of the memory is left to others.
 const heapGrowth = 40
 
-// limitMemory has garbage collected more often where this process comes near the limit of its container, unless the environment variable GOMEMLIMIT
-// says when. A quarter of the limit is left to what is not on the heap: the pages of the program, and what the kernel keeps for it.
+// limitMemory has garbage collected more often where this process comes near the limit of its container, unless the environment variable
+// GOMEMLIMIT says when. A quarter of the limit is left to what is not on the heap: the pages of the program, and what the kernel keeps for
+// it. Where that is too little for what there is, garbage is collected all the time while it is made, but never for more than half of the
+// processor time: that is slow, where the kernel would end the process otherwise.
 func limitMemory() {
 	if limit, limited := memory.Limit(); limited && os.Getenv("GOMEMLIMIT") == "" {
 		debug.SetMemoryLimit(limit - limit/4)

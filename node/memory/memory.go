@@ -13,8 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Limit returns how many bytes this process may have at most, together with all else in its container or unit, and with what the kernel keeps for
-// these; false if nothing limits that.
+// Limit returns how many bytes this process may have at most, together with all else in its container or unit, and with what the kernel
+// keeps for these; false if nothing limits that.
 func Limit() (bytes int64, limited bool) { return limit("/proc/self/cgroup", "/sys/fs/cgroup") }
 
 // limit is Limit for a process whose control groups a file names. They are below root, in version 1 or 2 of that file system. A limit of
@@ -37,7 +37,7 @@ func limit(file, root string) (bytes int64, limited bool) {
 		}
 		for group = path.Join("/", group); ; group = path.Dir(group) {
 			text, _ := os.ReadFile(path.Join(dir, group, name))
-			if n, err := strconv.ParseInt(strings.TrimSpace(string(text)), 10, 64); err == nil {
+			if n, err := strconv.ParseInt(strings.TrimSpace(string(text)), 10, 64); err == nil && n > 0 {
 				bytes = min(bytes, n)
 			}
 			if group == "/" {
@@ -48,11 +48,13 @@ func limit(file, root string) (bytes int64, limited bool) {
 	return bytes, bytes < 1<<60 // In version 1, a group without a limit has a very large one.
 }
 
-// ReleaseProgram gives back the pages of the program's file that this process has read: its instructions and constants. Those that it goes on to use
-// come back from the kernel's cache of the file, 16 at a time; to give all back and read all again takes 3 ms on a busy machine
-// (BenchmarkReleaseProgram). Most of what a start uses is used once: what each package does before main, and the reading of flags and files.
+// ReleaseProgram gives back the pages of the program's file that this process has read: its instructions and constants. Those that it goes
+// on to use come back from the kernel's cache of the file, 16 at a time; to give all back and read all again takes 3 ms on a busy machine
+// (BenchmarkReleaseProgram). Most of what a start uses is used once: what each package does before main, and the reading of flags and
+// files.
 //
-// Pages in which somebody has changed something, as a debugger or a uprobe does where it breaks in, stay, and with them all of their mapping.
+// Pages in which somebody has changed something stay, and with them all of their mapping: a debugger or a uprobe does so where it breaks
+// in, and the dynamic linker to the tables of a program that may be loaded anywhere, before it takes the right to write from them.
 func ReleaseProgram() error {
 	program, err := os.Readlink("/proc/self/exe")
 	if err != nil {
@@ -73,20 +75,25 @@ func ReleaseProgram() error {
 // mapping is a range of addresses.
 type mapping struct{ start, end uintptr }
 
-// unchanged returns the mappings of a file in smaps that can't be written to, and of which no page has been.
+// unchanged returns the mappings of a file in smaps that can't be written to, and of which no page has been, neither one in memory nor one
+// that is swapped out.
 func unchanged(smaps, file string) (out []mapping) {
 	var last mapping
-	var of bool // whether the last one is of the file
+	var of bool   // whether the last one is of the file
+	var nones int // how many lines say of it that there are no such pages
 	for line := range strings.Lines(smaps) {
 		fields := strings.Fields(line)
-		if len(fields) == 3 && fields[0] == "Anonymous:" && fields[1] == "0" && of {
-			out = append(out, last)
+		if len(fields) == 3 && (fields[0] == "Anonymous:" || fields[0] == "Swap:") && fields[1] == "0" && of {
+			if nones++; nones == 2 {
+				out = append(out, last)
+			}
 		}
 		if len(fields) < 5 || strings.HasSuffix(fields[0], ":") {
 			continue
 		}
 		_, name, _ := strings.Cut(line, " /")
-		if of = "/"+strings.TrimSuffix(name, "\n") == file && !strings.Contains(fields[1], "w"); !of {
+		of, nones = "/"+strings.TrimSuffix(name, "\n") == file && !strings.Contains(fields[1], "w"), 0
+		if !of {
 			continue
 		}
 		start, end, _ := strings.Cut(fields[0], "-")

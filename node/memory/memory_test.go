@@ -20,7 +20,7 @@ func TestLimit(t *testing.T) {
 	}{
 		{"none", "0::/\n", nil, 0},
 		{"version 2, in a namespace", "0::/\n", map[string]string{"memory.max": "67108864\n"}, 64 << 20},
-		{"version 2, of a unit", "0::/system.slice/np.service\n", map[string]string{"system.slice/np.service/memory.max": "67108864\n"}, 64 << 20},
+		{"version 2, of a unit", "0::/a.slice/np.service\n", map[string]string{"a.slice/np.service/memory.max": "67108864\n"}, 64 << 20},
 		{"no limit", "0::/a\n", map[string]string{"a/memory.max": "max\n"}, 0},
 		{"of a group above", "0::/a/b\n", map[string]string{"a/memory.max": "1000\n", "a/b/memory.max": "2000\n"}, 1000},
 		{"a namespace within another group", "0::/../../x\n", map[string]string{"memory.max": "1000\n"}, 1000},
@@ -28,6 +28,7 @@ func TestLimit(t *testing.T) {
 		{"version 1, with another controller", "5:hugetlb,memory:/a\n", map[string]string{"memory/a/memory.limit_in_bytes": "1000\n"}, 1000},
 		{"version 1, without a namespace", "5:memory:/kubepods/x\n0::/y\n", map[string]string{"memory/memory.limit_in_bytes": "1000\n"}, 1000},
 		{"version 1, no limit", "5:memory:/\n", map[string]string{"memory/memory.limit_in_bytes": "9223372036854771712\n"}, 0},
+		{"not a limit", "0::/a\n", map[string]string{"a/memory.max": "0\n", "memory.max": "-1\n"}, 0},
 		{"nonsense", "5\nx:y\n", map[string]string{"memory.max": "1000\n"}, 0},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -54,12 +55,13 @@ func TestLimit(t *testing.T) {
 func TestUnchanged(t *testing.T) {
 	t.Parallel()
 	const smaps = "" +
-		"00400000-00402000 r-xp 00000000 fe:00 7                                  /bin/np (deleted)\nSize:    8 kB\nAnonymous:             0 kB\n" +
-		"00402000-00403000 r--p 00002000 fe:00 7                                  /bin/np (deleted)\nAnonymous:             4 kB\n" +
-		"00403000-00404000 rw-p 00003000 fe:00 7                                  /bin/np (deleted)\nAnonymous:             0 kB\n" +
-		"00404000-00405000 r--p 00003000 fe:00 8                                  /bin/other\nAnonymous:             0 kB\n" +
-		"00405000-00406000 r--p 00000000 00:00 0 \nAnonymous:             0 kB\nVmFlags: rd mr mw me\n" +
-		"00406000-00407000 r--p 00003000 fe:00 7                                  /bin/np (deleted)\nAnonymous:             0 kB\n"
+		"00400000-00402000 r-xp 00000000 fe:00 7        /bin/np (deleted)\nSize:  8 kB\nAnonymous:     0 kB\nSwap:   0 kB\nSwapPss: 0 kB\n" +
+		"00402000-00403000 r--p 00002000 fe:00 7        /bin/np (deleted)\nAnonymous:     4 kB\nSwap:      0 kB\n" +
+		"00403000-00404000 rw-p 00003000 fe:00 7        /bin/np (deleted)\nAnonymous:     0 kB\nSwap:      0 kB\n" +
+		"00404000-00405000 r--p 00003000 fe:00 8        /bin/other\nAnonymous:     0 kB\nSwap:      0 kB\n" +
+		"00405000-00406000 r--p 00000000 00:00 0 \nAnonymous:     0 kB\nSwap:      0 kB\nVmFlags: rd mr mw me\n" +
+		"00406000-00407000 r--p 00003000 fe:00 7        /bin/np (deleted)\nAnonymous:     0 kB\nSwap:      0 kB\n" +
+		"00407000-00408000 r--p 00004000 fe:00 7        /bin/np (deleted)\nAnonymous:     0 kB\nSwap:      4 kB\n"
 	require.Equal(t, []mapping{{0x400000, 0x402000}, {0x406000, 0x407000}}, unchanged(smaps, "/bin/np (deleted)"))
 }
 
@@ -79,13 +81,17 @@ func TestReleaseProgram(t *testing.T) {
 		require.NoError(t, err)
 	}
 	before := resident(t, program)
-	require.NoError(t, ReleaseProgram())
-	if after := resident(t, program); after > before/2 {
+	after := before
+	for range 10 { // Whatever else runs meanwhile, as the collector of garbage, reads some of them again.
+		require.NoError(t, ReleaseProgram())
+		after = min(after, resident(t, program))
+	}
+	if after > before/2 {
 		t.Errorf("%d KiB of the program were resident, and %d are still", before, after)
 	}
 }
 
-// resident returns how much of a file this process has in memory, in KiB.
+// resident returns how much this process has in memory of those mappings of a file that can't be written to, in KiB.
 func resident(t *testing.T, file string) (sum int) {
 	text, err := os.ReadFile("/proc/self/smaps")
 	require.NoError(t, err)
@@ -93,7 +99,7 @@ func resident(t *testing.T, file string) (sum int) {
 	for line := range strings.Lines(string(text)) {
 		switch fields := strings.Fields(line); {
 		case len(fields) >= 5 && !strings.HasSuffix(fields[0], ":"):
-			of = strings.HasSuffix(strings.TrimSuffix(line, "\n"), " "+file)
+			of = strings.HasSuffix(strings.TrimSuffix(line, "\n"), " "+file) && !strings.Contains(fields[1], "w")
 		case fields[0] == "Rss:" && of:
 			n, err := strconv.Atoi(fields[1])
 			require.NoError(t, err)

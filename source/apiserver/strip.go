@@ -27,9 +27,10 @@ var (
 // namespaces, protocols and types.
 func interned[T ~string](s T) T { return T(unique.Make(string(s)).Value()) }
 
-// strip takes everything out of an object but the fields that the proxier and explain read. The rest (managed fields, most labels and annotations, and the
-// references of endpoints, which explain does without, as there may be very many) would only take memory. Stripping twice is the same as stripping once. Objects of other
-// kinds are left as they are. It returns the object, which nobody else may have: a copy of each would double what a list makes.
+// strip takes everything out of an object but the fields that the proxier and explain read. The rest (managed fields, most labels and
+// annotations, and the references of endpoints, which explain does without, as there may be very many) would only take memory. Stripping
+// twice is the same as stripping once. Objects of other kinds are left as they are. It returns the object, which nobody else may have: a
+// copy of each would double what a list makes.
 func strip(obj any) any {
 	switch o := obj.(type) {
 	case *v1.Service:
