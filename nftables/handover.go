@@ -22,9 +22,11 @@ func HandOver(p *plan.Plan, families []plan.Family, o Options) error {
 	for _, f := range families {
 		err := handOver(p, f, o)
 		if err == nil {
-			err = nft.DeleteTable(f, names.NFTables)
+			if err = nft.DeleteTable(f, names.NFTables); errors.Is(err, unix.ENOENT) { // In other modes there is none.
+				err = nil
+			}
 		}
-		if err != nil && !errors.Is(err, unix.ENOENT) {
+		if err != nil {
 			errs = append(errs, fmt.Errorf("%s: %w", f, err))
 		}
 	}
@@ -80,9 +82,9 @@ func handOver(p *plan.Plan, f plan.Family, o Options) error {
 	used := map[kind]bool{}
 	for _, sp := range p.Sorted(f) {
 		for _, el := range l.elements(place(written{}, sp), used) {
-			put(el.id, el.value)
-		}
-		if waiting >= mostInTransaction {
+			if put(el.id, el.value); waiting < mostInTransaction {
+				continue
+			}
 			if err := commit(); err != nil {
 				return err
 			}

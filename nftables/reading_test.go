@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"runtime"
 	"slices"
 	"testing"
 	"time"
@@ -74,6 +75,27 @@ func put(t rapid.TB, e *engine, all map[id]value) {
 	}
 	if err := c.Commit(b); err != nil {
 		t.Fatalf("%v", err)
+	}
+}
+
+// TestClientsTakeNoMemory: a comparison takes no memory for the clients that affinity remembers, which it does not list.
+func TestClientsTakeNoMemory(t *testing.T) {
+	nstest.Enter(t)
+	e, _ := testEngine(t, plan.IPv4)
+	synced(t, e, plantest.Large(10, 2), plan.Everything())
+	content := &nft.Content{Counts: map[string]int{}}
+	var all []setID
+	for set := range setCount {
+		if all = append(all, set); set.remembers() {
+			content.Counts[e.sets[set].Name] = mostClients
+		}
+	}
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
+	_, err := e.reading(e.kernel, content).digest(t.Context(), false, all)
+	runtime.ReadMemStats(&after)
+	if took := after.TotalAlloc - before.TotalAlloc; err != nil || took > 1<<20 {
+		t.Errorf("%d bytes, %v", took, err)
 	}
 }
 

@@ -15,6 +15,7 @@ import (
 	"nodeproxy/kernel/nft"
 	"nodeproxy/metrics"
 	"nodeproxy/nftables"
+	"nodeproxy/node/exclusive"
 	"nodeproxy/node/flows"
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
@@ -122,6 +123,10 @@ func (d *daemon) handOver() {
 	if !d.cfg.HandOver || d.comesBack() {
 		return
 	}
+	if other := d.other(); other != nil {
+		d.log.Warn("the rules are not handed over, as another proxy runs here and has its own: " + other.String())
+		return
+	}
 	s := d.proxier.Snapshot()
 	if s == nil || s.Partial {
 		d.log.Warn("the rules are not handed over to kube-proxy, as not all Services are known")
@@ -134,6 +139,16 @@ func (d *daemon) handOver() {
 		return
 	}
 	d.log.Info("what the rules do is in the tables of a kube-proxy in mode nftables too, until it has its own", "took", time.Since(start))
+}
+
+// other returns a proxy that runs here, if there are tables of a kube-proxy: they are in use, as what this program has found of that kind when it
+// started is gone. nil if there is none.
+func (d *daemon) other() *exclusive.Proxy {
+	if in, err := nft.FamiliesWith(names.KubeProxy); err != nil || len(in) == 0 {
+		return nil
+	}
+	guard := exclusive.Guard{Ports: proxyPorts(d.cfg), Log: d.log}
+	return guard.Beside()
 }
 
 // askLast is how long a program that ends asks whether kube-proxy follows.

@@ -147,6 +147,36 @@ func TestWatchDaemonSet(t *testing.T) {
 	}
 }
 
+// TestOtherHasTables: nothing is handed over where a kube-proxy runs that has tables already.
+func TestOtherHasTables(t *testing.T) {
+	nstest.Enter(t)
+	sleep, err := exec.LookPath("sleep")
+	require.NoError(t, err)
+	program, err := os.ReadFile(sleep)
+	require.NoError(t, err)
+	path := filepath.Join(t.TempDir(), "kube-proxy")
+	require.NoError(t, os.WriteFile(path, program, 0o755))
+	kubeProxy := exec.Command(path, "600")
+	require.NoError(t, kubeProxy.Start())
+	end := sync.OnceFunc(func() {
+		_ = kubeProxy.Process.Kill()
+		_ = kubeProxy.Wait()
+	})
+	defer end()
+	d := &daemon{cfg: &config.Config{}, log: slog.New(slog.DiscardHandler)}
+	if other := d.other(); other != nil {
+		t.Errorf("without tables: %s", other)
+	}
+	nstest.Exec(t, "nft", "add", "table", "ip6", "kube-proxy")
+	if other := d.other(); other == nil || other.PID != kubeProxy.Process.Pid {
+		t.Errorf("with a table: %v", other)
+	}
+	end()
+	if other := d.other(); other != nil {
+		t.Errorf("at its end: %s", other)
+	}
+}
+
 // TestComesBack: an end is only a restart where kube-proxy's DaemonSet is there, and does not want the node.
 func TestComesBack(t *testing.T) {
 	t.Parallel()

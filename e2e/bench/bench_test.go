@@ -58,6 +58,7 @@ func TestFlagsAreChecked(t *testing.T) {
 		"ask -services=99", "ask -services=15838", "ask -rounds=0", "ask -changes=0", "ask -blocks=0", "ask -mode=userspace",
 		"api -services=100", "api -services=15838", "api -turns=0", "api -turns=21", "api -additions=3", "api -backend=nft2", "api -mode=ipvs",
 		"api -only=kubeproxy", "api -disturb=everything", "api -together=101", "api -settle=-1s", "api -rate=0", "api -rate-duration=1ms", "api -services=10000,20000",
+		"api -services=1000 -rate=500 -rate-duration=2500ms",
 		"ipvs -services=x", "ipvs -services=500,500", "ipvs -turns=9", "ipvs -parts=all", "ipvs -idle=1ms", "ipvs -vips=100000",
 		"nftables -endpoints=0", "nftables -kube-proxy-changes=0", "nftables -limit=1ms", "nftables -only=services",
 	} {

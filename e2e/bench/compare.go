@@ -396,7 +396,7 @@ func idle(_ context.Context, b *bench, n *node, _ int) {
 		usedBefore, wokenBefore := n.used(), must(machine.Wakeups(n.process.PID))
 		time.Sleep(b.options.idle)
 		used += n.used() - usedBefore
-		woken += float64(must(machine.Wakeups(n.process.PID)) - wokenBefore)
+		woken += float64(must(machine.Wakeups(n.process.PID))) - float64(wokenBefore) // less than 0 if threads have ended
 		lasted += b.options.idle
 		if compared, tells = n.comparisons(); tells {
 			compared -= before

@@ -206,7 +206,7 @@ func (o *options) validate(name string) error {
 	wrong.reject(o.turns > o.changes || o.theirChanges > 0 && o.turns > o.theirChanges || o.additions > 0 && o.turns > o.additions,
 		"-turns=%d: there is not a change for each", o.turns)
 	// One that changes again before it was seen to have changed would never be seen.
-	atOnce := max(o.rate*int(o.rateDuration.Seconds()), o.together)
+	atOnce := max(int(o.rateDuration.Seconds()*float64(o.rate)), o.together)
 	wrong.reject(o.services[0] < atOnce, "-services=%d: it takes %d at least, as each may change only once", o.services[0], atOnce)
 	switch name {
 	case "api":

@@ -153,6 +153,10 @@ func takeOver(s *scenario, from harness.Mode, external netip.Addr) {
 	s.Logf("took over in %v", took.Round(time.Millisecond))
 
 	open.goOn("after the take-over")
+	if from == harness.NFTables && s.mode != harness.IPVS {
+		next = s.comesBack(next, flags)
+		open.goOn("after a hand-over to nobody")
+	}
 
 	virtual := s.mode == harness.IPVS && from == harness.NFTables // kube-proxy may remove the servers that open connections need
 	if virtual {
@@ -171,6 +175,23 @@ func takeOver(s *scenario, from harness.Mode, external netip.Addr) {
 	s.follows(from, cluster, local)
 	stop()
 	s.cleanAndCompare()
+}
+
+// comesBack: where nodeproxy starts again after a hand-over, its own rules are in force again, and nothing else's.
+func (s *scenario) comesBack(daemon *harness.Daemon, flags []string) *harness.Daemon {
+	s.Helper()
+	s.must(daemon.Stop())
+	if left := s.rules(); !strings.Contains(left, "table ip kube-proxy ") {
+		s.Errorf("nothing is handed over:\n%s", left)
+	}
+	s.more()
+	next, err := s.StartDaemon(s.Node1(), flags...)
+	s.must(err)
+	s.daemon = next
+	s.must(next.WaitFor(harness.Limit, harness.InSync))
+	s.eventually("nothing of the hand-over is left", s.nothingOfKubeProxy)
+	s.more()
+	return next
 }
 
 // back ends nodeproxy, and starts a kube-proxy in its place.

@@ -83,6 +83,11 @@ func (g *Guard) Other() *Proxy {
 	if other := g.makeClaim(); other != nil {
 		return other
 	}
+	return g.Beside()
+}
+
+// Beside returns a proxy that works beside this one, whoever holds the claim; nil if there is none, or if that can't be found out.
+func (g *Guard) Beside() *Proxy {
 	if other := g.listening(); other != nil {
 		return other
 	}
@@ -111,10 +116,7 @@ func (g *Guard) Wait(ctx context.Context, report func(Proxy) error) error {
 func (g *Guard) Watch(ctx context.Context, every time.Duration, report func(*Proxy)) {
 	there := false
 	_ = wait.PollUntilContextCancel(ctx, every, true, func(context.Context) (bool, error) {
-		other := g.listening()
-		if other == nil {
-			other = g.named()
-		}
+		other := g.Beside()
 		if there != (other != nil) {
 			there = !there
 			report(other)
