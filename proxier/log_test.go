@@ -51,9 +51,9 @@ func TestLog(t *testing.T) {
 		p.Suspect("chain X is gone")
 		time.Sleep(10 * time.Second)
 		expect("nothing new")
-		for i := range int32(25) {
+		for i := range int32(42) {
 			p.Apply(batch(string(rune('a'+i%5)), 100+i, false))
-			time.Sleep(100 * time.Millisecond)
+			time.Sleep(59 * time.Millisecond) // never when a sync or a pause ends, which would leave open what is in the next sync
 		}
 		time.Sleep(10 * time.Second)
 		synctest.Wait() // What was written before happened before what follows.
