@@ -12,7 +12,7 @@ import (
 // TestDiff: the kernel as a Backend leaves it does not differ from the plan, and what others change is shown by exactly those lines.
 func TestDiff(t *testing.T) {
 	t.Parallel()
-	inLab(t, xtables.NFT, services, ipvs.Options{}, func(l *lab) {
+	unwatched(t, xtables.NFT, services, ipvs.Options{}, func(l *lab) {
 		diff := func() []drift.Hunk {
 			t.Helper()
 			var out []drift.Hunk

@@ -47,9 +47,24 @@ type lab struct {
 	reports chan drift.Report
 }
 
-// inLab runs f on a thread in a namespace of its own, in which n Services with two endpoints each are programmed. Programs
-// that f starts inherit it; goroutines do not.
+// inLab is unwatched with the backend's watch, which notices what others change, and repairs some of it.
 func inLab(t testing.TB, v xtables.Variant, n int, o ipvs.Options, f func(l *lab)) {
+	t.Helper()
+	unwatched(t, v, n, o, func(l *lab) {
+		ctx, cancel := context.WithCancel(context.Background())
+		var running sync.WaitGroup
+		defer running.Wait()
+		defer cancel()
+		running.Go(func() {
+			assert.NoError(t, l.watch(ctx))
+		})
+		f(l)
+	})
+}
+
+// unwatched runs f on a thread in a namespace of its own, in which n Services with two endpoints each are programmed. Programs
+// that f starts inherit it; goroutines do not.
+func unwatched(t testing.TB, v xtables.Variant, n int, o ipvs.Options, f func(l *lab)) {
 	t.Helper()
 	nstest.Run(t, func() {
 		ns, err := netns.Get()
@@ -64,13 +79,6 @@ func inLab(t testing.TB, v xtables.Variant, n int, o ipvs.Options, f func(l *lab
 			t.Error(err)
 			return
 		}
-		ctx, cancel := context.WithCancel(context.Background())
-		var running sync.WaitGroup
-		defer running.Wait()
-		defer cancel()
-		running.Go(func() {
-			assert.NoError(t, l.watch(ctx))
-		})
 		f(l)
 	})
 }
