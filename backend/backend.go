@@ -21,8 +21,8 @@ type Engine interface {
 	// Differences returns and forgets the differences that the last Sync found. compared is false if it did not compare the kernel with
 	// what had been written before.
 	Differences() (found drift.Found, compared bool)
-	// CompareBeside compares everything with the kernel beside a Sync, and repairs what differs if it is not much. again says that a Sync of
-	// everything has to follow.
+	// CompareBeside compares everything with the kernel beside a Sync, and repairs what differs if it is not much. again says that a Sync
+	// of everything has to follow.
 	CompareBeside(ctx context.Context) (found drift.Found, again bool, err error)
 	// TakeWritten returns how many things of each kind were written or removed since the last call.
 	TakeWritten() map[drift.Kind]int

@@ -44,7 +44,8 @@ type comparison struct {
 	ctx   context.Context
 	rules *rules // what the tables should hold, but for what syncs have written
 	full  int
-	// readings, rest and part are by table: rest are the chains of the table that have not been compared yet, and part those to compare next.
+	// readings, rest and part are by table: rest are the chains of the table that have not been compared yet, and part those to compare
+	// next.
 	readings map[names.Table]*xtables.Reading
 	rest     map[names.Table]map[string]bool
 	part     map[names.Table][]xtables.Chain

@@ -304,7 +304,8 @@ func (e *engine) syncRules(ctx context.Context, desired *xtables.Desired) (drift
 	return found, err
 }
 
-// guardMarks writes the guard of marks, once the rules no longer look for our marks where the guard hides them, and returns how it differed.
+// guardMarks writes the guard of marks, once the rules no longer look for our marks where the guard hides them, and returns how it
+// differed.
 func (e *engine) guardMarks() (drift.Found, error) {
 	if e.machine.guard == nil {
 		return nil, nil

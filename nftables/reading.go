@@ -254,9 +254,9 @@ func (r *reading) list(ctx context.Context, settled bool, sets []setID) error {
 	})
 }
 
-// listTo calls visit with all elements of sets, which reports whether one is new. settled says to list a set until the kernel's number of its
-// elements has been seen, or nothing new appears: while the kernel moves the elements of a grown set to a larger hash table, which it does in
-// the background, a listing may omit some.
+// listTo calls visit with all elements of sets, which reports whether one is new. settled says to list a set until the kernel's number of
+// its elements has been seen, or nothing new appears: while the kernel moves the elements of a grown set to a larger hash table, which it
+// does in the background, a listing may omit some.
 func (r *reading) listTo(ctx context.Context, settled bool, sets []setID, visit func(id, value) (fresh bool)) error {
 	var seen [setCount]int
 	note := func(i id, v value) error {

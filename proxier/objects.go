@@ -10,8 +10,8 @@ import (
 	"nodeproxy/source"
 )
 
-// Objects is a Sink that reads objects until there is a Proxier for them: until this program may write rules. It keeps what a Proxier needs of
-// those that there are, in a third of the memory of the objects, so it does not grow however long that takes.
+// Objects is a Sink that reads objects until there is a Proxier for them: until this program may write rules. It keeps what a Proxier needs
+// of those that there are, in a third of the memory of the objects, so it does not grow however long that takes.
 type Objects struct {
 	mu     sync.Mutex
 	state  *State

@@ -17,8 +17,8 @@ import (
 	"nodeproxy/source"
 )
 
-// TestObjects: whatever comes before there is a Proxier, before all has been delivered and after that, the plan is the one that the final objects
-// give, in the families that the backend has. What there is to say of objects is said once there is a Proxier, if it is still true.
+// TestObjects: whatever comes before there is a Proxier, before all has been delivered and after that, the plan is the one that the final
+// objects give, in the families that the backend has. What there is to say of objects is said once there is a Proxier, if it is still true.
 func TestObjects(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		settings := newTestState(nil).plan.Settings

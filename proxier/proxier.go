@@ -81,7 +81,8 @@ type Result struct {
 	Suspicion            string        // for the Reason Drift, the sign of a change by another program, if there was one
 	In                   Input         // what has come; once for changes that several syncs program
 	Difference           Difference    // from what was last programmed; where it failed, what it should have programmed
-	// Programmed is the plan that the kernel was made equal to by this sync or, where it failed, by the last one that did not; nil for none.
+	// Programmed is the plan that the kernel was made equal to by this sync or, where it failed, by the last one that did not; nil for
+	// none.
 	Programmed *plan.Snapshot
 }
 
@@ -114,9 +115,9 @@ const (
 	debounceMost = time.Second
 )
 
-// A sync is followed by a pause, in which further changes gather, once syncs have taken more than burst beyond their share of the
-// time, which is four fifths. With a pause of a quarter of the time that a sync takes, they get no more than that, so none is longer; nor is
-// any longer than five quarters of burst, as they never owe more than burst.
+// A sync is followed by a pause, in which further changes gather, once syncs have taken more than burst beyond their share of the time,
+// which is four fifths. With a pause of a quarter of the time that a sync takes, they get no more than that, so none is longer; nor is any
+// longer than five quarters of burst, as they never owe more than burst.
 const burst = 500 * time.Millisecond
 
 // Proxier receives batches of objects, and syncs its backend whenever they change the plan.

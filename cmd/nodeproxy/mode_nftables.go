@@ -141,8 +141,8 @@ func (d *daemon) handOver() {
 	d.log.Info("what the rules do is in the tables of a kube-proxy in mode nftables too, until it has its own", "took", time.Since(start))
 }
 
-// other returns a proxy that runs here, if there are tables of a kube-proxy: they are in use, as what this program has found of that kind when it
-// started is gone. nil if there is none.
+// other returns a proxy that runs here, if there are tables of a kube-proxy: they are in use, as what this program has found of that kind
+// when it started is gone. nil if there is none.
 func (d *daemon) other() *exclusive.Proxy {
 	if in, err := nft.FamiliesWith(names.KubeProxy); err != nil || len(in) == 0 {
 		return nil

@@ -360,7 +360,8 @@ func syncs(ctx context.Context, b *bench, n *node, turn int) {
 }
 
 // together is the step in which all endpoints of many Services change at once, in one write: as where a node with many pods fails. It takes
-// from before that write until the last of the Services has answered; the others have been asked before, so the time that this takes is in it.
+// from before that write until the last of the Services has answered; the others have been asked before, so the time that this takes is in
+// it.
 func together(ctx context.Context, b *bench, n *node, _ int) {
 	times := 3
 	if n.name == kubeProxy {
