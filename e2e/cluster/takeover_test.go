@@ -106,18 +106,7 @@ func takeOver(s *scenario, from harness.Mode, external netip.Addr) {
 	}
 	s.eventually("kube-proxy works", servers(s.Client, s.nodePort(cluster), "n1a", "n2a"))
 	s.eventually("kube-proxy works", servers(s.Client, s.nodePort(local), "n1a"))
-	rate := 2000
-	if harness.InGuest() {
-		rate = 100
-	}
-	s.pause = 5 * workers * time.Second / time.Duration(harness.ConnectionRate(rate))
-	s.load(s.Client, s.nodePort(cluster))
-	s.load(s.Client, at(cluster, 4))
-	s.load(s.Client, at(cluster, 6))
-	s.load(s.Client, netip.AddrPortFrom(external, 80))
-	s.load(s.Client, s.nodePort(local))
-	s.load(s.World.Pod("n1b").Host, at(cluster, 4))
-	s.load(s.Node1().Host, at(cluster, 4))
+	s.loadAll(cluster, local, external)
 	stopTalk := s.talk(s.nodePort(cluster))
 	open := s.open(s.nodePort(cluster), at(cluster, 4), s.nodePort(local))
 	begun := time.Now()
@@ -175,6 +164,22 @@ func takeOver(s *scenario, from harness.Mode, external netip.Addr) {
 	s.follows(from, cluster, local)
 	stop()
 	s.cleanAndCompare()
+}
+
+// loadAll connects to two Services all the time in every way: from a client outside, from a Pod and from the node.
+func (s *scenario) loadAll(cluster, local *v1.Service, external netip.Addr) {
+	rate := 2000
+	if harness.InGuest() {
+		rate = 100
+	}
+	s.pause = 5 * workers * time.Second / time.Duration(harness.ConnectionRate(rate))
+	s.load(s.Client, s.nodePort(cluster))
+	s.load(s.Client, at(cluster, 4))
+	s.load(s.Client, at(cluster, 6))
+	s.load(s.Client, netip.AddrPortFrom(external, 80))
+	s.load(s.Client, s.nodePort(local))
+	s.load(s.World.Pod("n1b").Host, at(cluster, 4))
+	s.load(s.Node1().Host, at(cluster, 4))
 }
 
 // comesBack: where nodeproxy starts again after a hand-over, its own rules are in force again, and nothing else's.
