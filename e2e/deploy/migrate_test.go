@@ -100,6 +100,11 @@ func TestMigrationCommands(t *testing.T) {
 		t.Errorf("kube-proxy goes to %v", got)
 	}
 	do("kubectl delete -k deploy/overlays/migrate")
+	require.NoError(t, k.shell(project(t), "kubectl apply -k deploy/overlays/migrate")) // The next one comes before all others of the way back.
+	do("kubectl -n kube-system patch daemonset nodeproxy")
+	if args := pod("nodeproxy").Containers[0].Args; args[len(args)-1] != "--hand-over-to=nftables" {
+		t.Errorf("nodeproxy has the arguments %q", args)
+	}
 	if len(commands) > 0 {
 		t.Errorf("not tried: %q", commands)
 	}
