@@ -110,7 +110,7 @@ func repairs(t *testing.T, faults []driftFault) {
 			lines := len(d.Log())
 			output(t, w, strings.ReplaceAll(f.do, "{}", string(variant)))
 			begin := time.Now()
-			require.NoError(t, d.WaitForAfter(lines, harness.Limit, "it has been repaired", f.words), "%s", f.name)
+			require.NoError(t, d.WaitForAfter(lines, harness.Limit, hasRepaired, f.words), "%s", f.name)
 			took := time.Since(begin)
 			if now := heldTwice(t, w, variant); now != want {
 				t.Errorf("%s: %s", f.name, firstDifference(want, now))
@@ -120,7 +120,11 @@ func repairs(t *testing.T, faults []driftFault) {
 			if newFound < 1 || newRepaired != newFound {
 				t.Errorf("%s: counted %d found and %d repaired of kind %s", f.name, newFound, newRepaired, f.kind)
 			}
-			if n := count(d.Log()[lines:], "it has been repaired"); n != 1 {
+			most := 1
+			if mode == harness.IPVS { // It may find out about the families in different ways, one after the other.
+				most = 2
+			}
+			if n := count(d.Log()[lines:], hasRepaired); n > most {
 				t.Errorf("%s: it was logged %d times", f.name, n)
 			}
 			row := faultRow{Fault: "others change what is ours", Injected: f.name, Mode: mode, Variant: variant, OK: !t.Failed(),
