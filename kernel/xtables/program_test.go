@@ -433,6 +433,7 @@ func TestInTime(t *testing.T) {
 			late bool
 			err  error
 		}{
+			// The reading takes ten times as long.
 			{"slow", func(ctx context.Context) error { time.Sleep(10 * limit); return ctx.Err() }, false, nil},
 			{"failed", func(context.Context) error { return failed }, false, failed},
 			{"disturbed", func(ctx context.Context) error { sh(t, otherChange); <-ctx.Done(); return ctx.Err() }, true, context.Canceled},
