@@ -98,15 +98,22 @@ func fakeKubeProxy(t *testing.T) *exec.Cmd {
 	return cmd
 }
 
-// TestWatchDaemonSet: as long as kube-proxy's DaemonSet wants this node, a finding, one event and the status say so, and what to do; without the
-// right to read it, nothing does.
-func TestWatchDaemonSet(t *testing.T) {
-	t.Parallel()
+// clientOfFake returns a fake API server, a configuration for it, and a client of it.
+func clientOfFake(t *testing.T) (*apiservertest.Server, *config.Config, *apiserver.Client) {
+	t.Helper()
 	server := apiservertest.New(t)
 	cfg := &config.Config{NodeName: "n1"}
 	cfg.API.Master, cfg.API.AcceptContentTypes, cfg.API.QPS = server.URL, "application/json", -1
 	client, err := newClient(cfg)
 	require.NoError(t, err)
+	return server, cfg, client
+}
+
+// TestWatchDaemonSet: as long as kube-proxy's DaemonSet wants this node, a finding, one event and the status say so, and what to do; without the
+// right to read it, nothing does.
+func TestWatchDaemonSet(t *testing.T) {
+	t.Parallel()
+	server, cfg, client := clientOfFake(t)
 	lines := make(chan string, 100)
 	log := slog.New(slog.NewTextHandler(writer(func(line string) { lines <- line }), &slog.HandlerOptions{Level: slog.LevelDebug}))
 	reports := make(chan source.Finding, 100)
@@ -180,11 +187,7 @@ func TestOtherHasTables(t *testing.T) {
 // TestComesBack: an end is only a restart where kube-proxy's DaemonSet is there, and does not want the node.
 func TestComesBack(t *testing.T) {
 	t.Parallel()
-	server := apiservertest.New(t)
-	cfg := &config.Config{NodeName: "n1"}
-	cfg.API.Master, cfg.API.AcceptContentTypes, cfg.API.QPS = server.URL, "application/json", -1
-	client, err := newClient(cfg)
-	require.NoError(t, err)
+	server, cfg, client := clientOfFake(t)
 	node := &v1.Node{TypeMeta: metav1.TypeMeta{Kind: "Node", APIVersion: "v1"}}
 	node.Name, node.Labels = "n1", map[string]string{"os": "linux"}
 	server.ServeObject("/api/v1/nodes/n1", node)
