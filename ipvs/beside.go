@@ -44,7 +44,7 @@ func (e *engine) CompareBeside(ctx context.Context) (found drift.Found, again bo
 		return found, true, err
 	}
 	defer closeAll()
-	now, err := kernel.read(e.family, r.marks, e.exclude)
+	now, err := kernel.read(e.family, r.marks, e.exclude, func(v *ipvs.ActualServer) *actualServer { return e.knownAs(v, r) })
 	if err != nil || ctx.Err() != nil {
 		return found, true, err
 	}
@@ -165,9 +165,19 @@ func (e *engine) pausing(r *reading) func() bool {
 	}
 }
 
+// knownAs returns what is known of a virtual server, if it is like that.
+func (e *engine) knownAs(v *ipvs.ActualServer, r *reading) *actualServer {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if was := r.known.servers[v.ID]; e.valid(r) && was != nil && was.is(v) {
+		return was
+	}
+	return nil
+}
+
 func (e *engine) suspectServers(s *touched, known, now *actual, pause func() bool) {
 	for id, was := range known.servers {
-		if is := now.servers[id]; is == nil || !was.same(is) {
+		if now.servers[id] != was {
 			s.servers.Insert(id)
 		}
 		if !pause() {
@@ -253,10 +263,17 @@ func (e *engine) leftAlone(t *touched) {
 	}
 }
 
-// same reports whether two virtual servers and their real servers are alike.
-func (v *actualServer) same(o *actualServer) bool {
-	alike := func(a, b *actualRealServer) bool { return a.weight == b.weight }
-	return v.Server == o.Server && maps.EqualFunc(v.realServers, o.realServers, alike)
+// is reports whether a virtual server that was read and its real servers are like this.
+func (v *actualServer) is(o *ipvs.ActualServer) bool {
+	if v.Server != o.Server || len(v.realServers) != len(o.RealServers) {
+		return false
+	}
+	for a, d := range v.realServers {
+		if is, there := o.RealServers[a]; !there || is.Weight != d.weight {
+			return false
+		}
+	}
+	return true
 }
 
 // recheck reads which suspects the kernel has, and makes them as desired. It returns how they differ from what was written. now is what was

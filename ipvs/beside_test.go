@@ -42,8 +42,17 @@ type serversInParts struct {
 	parts
 }
 
-func (s serversInParts) List(f plan.Family) (map[ipvs.ServerID]*ipvs.ActualServer, error) {
-	return inParts(s.parts, func() (map[ipvs.ServerID]*ipvs.ActualServer, error) { return s.fakeServers.List(f) })
+func (s serversInParts) Each(_ plan.Family, each func(*ipvs.ActualServer)) error {
+	list, err := inParts(s.parts, s.list)
+	for _, v := range list {
+		each(v)
+	}
+	return err
+}
+
+// asKnown has a reading read as the program does beside syncs.
+func asKnown(e *engine, r *reading) func(*ipvs.ActualServer) *actualServer {
+	return func(v *ipvs.ActualServer) *actualServer { return e.knownAs(v, r) }
 }
 
 type setsInParts struct {
@@ -336,7 +345,7 @@ func TestCompareLetsChangesBetween(t *testing.T) {
 	list := p.Sorted(plan.IPv4)
 	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
 	r := e.beginReading()
-	now, err := e.machine.read(plan.IPv4, r.marks, nil)
+	now, err := e.machine.read(plan.IPv4, r.marks, nil, asKnown(e, r))
 	require.NoError(t, err)
 	gone := list[0].Frontends[0]
 	delete(k.virtual, ipvs.ServerID{Family: plan.IPv4, Protocol: gone.Protocol, Addr: gone.Addr, Port: gone.Port})
@@ -427,7 +436,7 @@ func TestRefusedDuringComparison(t *testing.T) {
 	p.Delete(sp.Key)
 	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
 	r := e.beginReading()
-	now, err := e.machine.read(plan.IPv4, r.marks, nil)
+	now, err := e.machine.read(plan.IPv4, r.marks, nil, asKnown(e, r))
 	require.NoError(t, err)
 	p.Set(sp)
 	require.NoError(t, e.Sync(t.Context(), p, plan.Only(plan.Keys{sp.Key: {}})))

@@ -216,7 +216,7 @@ func lacking() func(scheduler string) bool {
 
 // objects reads what there is, where m has the means.
 func (m machine) objects(f plan.Family, o Options, exclude []netip.Prefix) (*Objects, error) {
-	h, err := m.read(f, newMarks(o.MasqueradeBit), exclude)
+	h, err := m.read(f, newMarks(o.MasqueradeBit), exclude, nil)
 	if err != nil {
 		return nil, err
 	}

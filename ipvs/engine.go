@@ -334,7 +334,7 @@ func (e *engine) read(before *actual) (err error) {
 			return err
 		}
 	}
-	if e.actual, err = e.machine.read(e.family, e.desired.marks, e.exclude); err != nil {
+	if e.actual, err = e.machine.read(e.family, e.desired.marks, e.exclude, nil); err != nil {
 		return err
 	}
 	for _, v := range e.actual.foreign {

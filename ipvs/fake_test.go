@@ -69,7 +69,15 @@ func (k *fakeKernel) call(format string, args ...any) error {
 
 type fakeServers struct{ *fakeKernel }
 
-func (k fakeServers) List(plan.Family) (map[ipvs.ServerID]*ipvs.ActualServer, error) {
+func (k fakeServers) Each(_ plan.Family, each func(*ipvs.ActualServer)) error {
+	list, err := k.list()
+	for _, v := range list {
+		each(v)
+	}
+	return err
+}
+
+func (k fakeServers) list() (map[ipvs.ServerID]*ipvs.ActualServer, error) {
 	out := map[ipvs.ServerID]*ipvs.ActualServer{}
 	for id := range k.virtual {
 		out[id], _ = k.Get(id)

@@ -53,15 +53,14 @@ func openReader(v *ipvs.Servers) (machine, func(), error) {
 
 var errNoDevice = errors.New("another program has removed interface " + names.Device)
 
-// glances are servers that are listed once only: see ListOnce.
+// glances are servers that are listed once only: see EachOnce.
 type glances struct{ *ipvs.Servers }
 
-func (g glances) List(f plan.Family) (map[ipvs.ServerID]*ipvs.ActualServer, error) {
-	return g.ListOnce(f)
-}
+func (g glances) Each(f plan.Family, each func(*ipvs.ActualServer)) error { return g.EachOnce(f, each) }
 
-// read reads what there is of a family, where m has the means.
-func (m machine) read(f plan.Family, marks marks, exclude []netip.Prefix) (*actual, error) {
+// read reads what there is of a family, where m has the means. A virtual server for which known, unless it is nil, returns one, is read as
+// that: most are as they were, and a copy of each would take more memory than all else.
+func (m machine) read(f plan.Family, marks marks, exclude []netip.Prefix, known func(*ipvs.ActualServer) *actualServer) (*actual, error) {
 	h := newActual()
 	if m.sets != nil {
 		if err := h.readSets(m.sets, f); err != nil {
@@ -69,19 +68,25 @@ func (m machine) read(f plan.Family, marks marks, exclude []netip.Prefix) (*actu
 		}
 	}
 	if m.servers != nil {
-		list, err := m.servers.List(f)
-		if err != nil {
-			return nil, err
-		}
 		now := time.Now() // Once: if reading the clock is a system call, doing so for each takes as long as everything else.
-		for id, v := range list {
-			if marks.foreign(id, exclude) {
-				continue
+		err := m.servers.Each(f, func(v *ipvs.ActualServer) {
+			if marks.foreign(v.ID, exclude) {
+				return
 			}
-			h.servers[id] = newActualServer(v, now)
+			var is *actualServer
+			if known != nil {
+				is = known(v)
+			}
+			if is == nil {
+				is = newActualServer(v, now)
+			}
+			h.servers[v.ID] = is
 			if v.Foreign {
 				h.foreign = append(h.foreign, v.Server)
 			}
+		})
+		if err != nil {
+			return nil, err
 		}
 	}
 	if m.ports != nil {
@@ -140,7 +145,7 @@ func (h *actual) readDevice(d device, f plan.Family) (err error) {
 }
 
 type servers interface {
-	List(plan.Family) (map[ipvs.ServerID]*ipvs.ActualServer, error)
+	Each(plan.Family, func(*ipvs.ActualServer)) error
 	Get(ipvs.ServerID) (*ipvs.ActualServer, error)
 	Apply([]ipvs.Op) []error
 }

@@ -1,14 +1,37 @@
 package ipvs
 
 import (
+	"fmt"
 	"maps"
 	"net/netip"
+	"runtime"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+	"github.com/vishvananda/netns"
 
 	"nodeproxy/plan"
 )
+
+// TestRealServersByCounts: a virtual server that is gone, or has another number of real servers, is not read.
+func TestRealServersByCounts(t *testing.T) {
+	s := openServers(t)
+	v := Server{ID: id("TCP", "10.96.0.1:80"), Scheduler: "rr"}
+	require.NoError(t, s.Add(v))
+	for _, a := range []string{"10.244.0.1:80", "10.244.0.2:80"} {
+		require.NoError(t, s.AddRealServer(v.ID, RealServer{Addr: at(a), Weight: 1}))
+	}
+	for n := range 4 {
+		h := &ActualServer{Server: v, RealServers: map[netip.AddrPort]ActualRealServer{}}
+		if got := s.counts.realServers(h, n); got != (n == 2) {
+			t.Errorf("with %d of 2 real servers: %t", n, got)
+		}
+	}
+	require.NoError(t, s.Delete(v.ID))
+	if s.counts.realServers(&ActualServer{Server: v}, 0) {
+		t.Error("it is gone, and has been read")
+	}
+}
 
 // TestCounts: each virtual server of IPv4 is counted with its real servers, those of IPv6 are not.
 func TestCounts(t *testing.T) {
@@ -19,6 +42,9 @@ func TestCounts(t *testing.T) {
 	counted := func() map[ServerID]int {
 		out := map[ServerID]int{}
 		require.NoError(t, c.Read(func(id ServerID, n int) { out[id] = n }))
+		if n, err := c.Servers(); n != len(out) || err != nil {
+			t.Errorf("%d virtual servers, %v; want %d", n, err, len(out))
+		}
 		return out
 	}
 	require.Empty(t, counted())
@@ -49,40 +75,77 @@ func TestCounts(t *testing.T) {
 	}
 }
 
-// BenchmarkCounts is what it costs to count the real servers of 10,000 virtual servers with two each.
+// BenchmarkCounts is what it costs to look at virtual servers with two real servers each, in the ways that there are.
 func BenchmarkCounts(b *testing.B) {
 	s := openServers(b)
 	c, err := OpenCounts()
 	require.NoError(b, err)
 	defer c.Close()
-	const n = 10_000
-	var ops []Op
-	for i := range n {
-		v := Server{ID: ServerID{Family: plan.IPv4, Protocol: plan.TCP, Addr: at("10.96.0.1:80").Addr(), Port: uint16(i + 1)}, Scheduler: "rr"}
-		ops = append(ops, Op{Kind: AddServer, Server: v})
-		for j := range 2 {
-			addr := netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, byte(200 + j), byte(i >> 8), byte(i)}), 8080)
-			ops = append(ops, Op{Kind: AddRealServer, Server: v, RealServer: RealServer{Addr: addr, Weight: 1}})
+	ns, err := netns.Get()
+	require.NoError(b, err)
+	defer ns.Close()
+	there := 0
+	for _, n := range []int{10_000, 20_000} {
+		var ops []Op
+		for i := there; i < n; i++ {
+			addr := netip.AddrFrom4([4]byte{10, 96, byte(i >> 8), byte(i)})
+			v := Server{ID: ServerID{Family: plan.IPv4, Protocol: plan.TCP, Addr: addr, Port: 80}, Scheduler: "rr"}
+			ops = append(ops, Op{Kind: AddServer, Server: v})
+			for j := range 2 {
+				addr := netip.AddrFrom4([4]byte{10, byte(200 + j), byte(i >> 8), byte(i)})
+				ops = append(ops, Op{Kind: AddRealServer, Server: v, RealServer: RealServer{Addr: netip.AddrPortFrom(addr, 8080), Weight: 1}})
+			}
 		}
+		require.Empty(b, s.Apply(ops))
+		there = n
+		b.Run(fmt.Sprint(n), func(b *testing.B) { benchmarkCounts(b, ns, s, c, n, ops[0].Server.ID) })
 	}
-	require.Empty(b, s.Apply(ops))
-	b.Run("counts", func(b *testing.B) {
-		for b.Loop() {
+}
+
+func benchmarkCounts(b *testing.B, ns netns.NsHandle, s *Servers, c *Counts, n int, some ServerID) {
+	counts := s.counts
+	defer func() { s.counts = counts }()
+	for _, way := range []struct {
+		name string
+		look func() (int, error)
+	}{
+		{"number of virtual servers", c.Servers},
+		{"numbers of real servers", func() (int, error) {
 			sum := 0
-			require.NoError(b, c.Read(func(_ ServerID, n int) { sum += n }))
-			require.Equal(b, 2*n, sum)
-		}
-	})
-	b.Run("fingerprint", func(b *testing.B) {
-		for b.Loop() {
-			_, err := ReadFingerprint(func(ServerID) bool { return false })
-			require.NoError(b, err)
-		}
-	})
-	b.Run("list", func(b *testing.B) {
-		for b.Loop() {
-			_, err := s.ListOnce(plan.IPv4)
-			require.NoError(b, err)
-		}
-	})
+			err := c.Read(func(_ ServerID, n int) { sum += n })
+			return sum / 2, err
+		}},
+		{"one of them", func() (int, error) {
+			_, err := s.Get(some)
+			return n, err
+		}},
+		{"list in proc", func() (int, error) {
+			sum := 0
+			_, err := ReadFingerprint(func(ServerID) bool { sum++; return false })
+			return sum, err
+		}},
+		{"all by socket options", func() (int, error) {
+			s.counts = counts
+			sum := 0
+			err := s.EachOnce(plan.IPv4, func(*ActualServer) { sum++ })
+			return sum, err
+		}},
+		{"all by netlink", func() (int, error) {
+			s.counts = nil
+			sum := 0
+			err := s.EachOnce(plan.IPv4, func(*ActualServer) { sum++ })
+			return sum, err
+		}},
+	} {
+		b.Run(way.name, func(b *testing.B) {
+			runtime.LockOSThread() // It ends with this goroutine.
+			require.NoError(b, netns.Set(ns))
+			for b.Loop() {
+				got, err := way.look()
+				if err != nil || got != n {
+					b.Fatal(got, err)
+				}
+			}
+		})
+	}
 }

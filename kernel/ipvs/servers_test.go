@@ -211,6 +211,8 @@ func TestForeignServers(t *testing.T) {
 	tunnel.Address, tunnel.ConnectionFlags = []byte{10, 1, 0, 1}, moby.ConnectionFlagTunnel
 	threshold := *local
 	threshold.UpperThreshold = 5
+	other := tunnel
+	other.Address, other.AddressFamily = netip.MustParseAddr("fd00::1").AsSlice(), unix.AF_INET6
 	onePacket, wide := service(2), service(3)
 	onePacket.Flags, wide.Netmask = 4, 0xffff
 	for _, c := range []struct {
@@ -219,12 +221,16 @@ func TestForeignServers(t *testing.T) {
 		want        bool
 	}{
 		{service(1), local, false}, {onePacket, local, true}, {wide, local, true},
-		{service(4), &tunnel, true}, {service(5), &threshold, true},
+		{service(4), &tunnel, true}, {service(5), &threshold, true}, {service(6), &other, true},
 	} {
 		require.NoError(t, errors.Join(handle.NewService(c.service), handle.NewDestination(c.service, c.destination)))
 		got, err := s.Get(id(plan.UDP, fmt.Sprintf("10.96.0.1:%d", c.service.Port)))
 		if err != nil || got.Foreign != c.want {
-			t.Errorf("port %d: %+v, %v; want foreign: %v", c.service.Port, got, err, c.want)
+			t.Fatalf("port %d: %+v, %v; want foreign: %v", c.service.Port, got, err, c.want)
+		}
+		list, err := s.List(plan.IPv4)
+		if listed := list[got.ID]; err != nil || len(got.RealServers) != 1 || !reflect.DeepEqual(listed, got) {
+			t.Errorf("port %d: List: %+v, %v; want %+v", c.service.Port, listed, err, got)
 		}
 	}
 }
