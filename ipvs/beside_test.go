@@ -220,7 +220,7 @@ func TestCompareDuringChanges(t *testing.T) {
 			case action == 5 && meddle:
 				meddled += meddling(t, k)
 			case action == 6 && meddled == 0:
-				require.Empty(t, b.countAll(fakeCounts{k, nil}))
+				require.Empty(t, b.countAll(fakeCounts{k, nil}, true))
 			}
 		})
 		for range 2 {

@@ -49,6 +49,8 @@ type engine struct {
 	// version changes with actual. numbered, unless it is nil, are the numbers of objects of version numberedAt.
 	version, numberedAt uint64
 	numbered            *numbers
+	// foreignServers is how many virtual servers of other programs were there when they were counted last, by count.
+	foreignServers int
 	// rest is what is touched and left to the next sync; nil if that is nothing. lastAddress is the last address of such that was changed.
 	rest        *touched
 	lastAddress netip.Addr

@@ -42,8 +42,9 @@ func (e *engine) numbers(r *reading) numbers {
 	return n
 }
 
-// counts reads how many real servers each virtual server of IPv4 has. ipvs.Counts implements it.
+// counts reads how many virtual servers of IPv4 there are, and how many real servers each has. ipvs.Counts implements it.
 type counts interface {
+	Servers() (int, error)
 	Read(each func(id ipvs.ServerID, realServers int)) error
 }
 
@@ -53,10 +54,10 @@ type named struct {
 	sets    [setCount]bool
 }
 
-// count compares numbers of objects with those in the kernel, which is cheap, and returns where they differ. It sees what has been added
-// or removed, unless sums stay the same: entries of sets, and virtual and real servers, for which c is nil for a family in which they
-// can't be counted.
-func (e *engine) count(c counts) (n named, err error) {
+// count compares numbers of objects with those in the kernel, and returns where they differ. It sees what has been added or removed, unless
+// sums stay the same: virtual servers, for which c is nil for a family in which they can't be counted, and entries of sets that should have
+// some. With all, it also sees real servers and entries of other sets, which takes longer.
+func (e *engine) count(c counts, all bool) (n named, err error) {
 	r := e.beginReading()
 	if r == nil { // The next sync compares everything.
 		return n, nil
@@ -65,24 +66,15 @@ func (e *engine) count(c counts) (n named, err error) {
 	want := e.numbers(r)
 	var servers map[ipvs.ServerID]int // nil if as many are there as should be
 	if c != nil {
-		have := numbers{}
-		err := c.Read(func(id ipvs.ServerID, realServers int) {
-			if !r.marks.foreign(id, e.exclude) {
-				have.servers++
-				have.realServers += realServers
-			}
-		})
-		if err == nil && (have.servers != want.servers || have.realServers != want.realServers) {
-			servers = map[ipvs.ServerID]int{}
-			err = c.Read(func(id ipvs.ServerID, realServers int) { servers[id] = realServers })
-		}
-		if err != nil {
+		if servers, err = e.countServers(c, all, r.marks, want); err != nil {
 			return n, err
 		}
 	}
 	for id := range setCount {
-		size, err := e.machine.sets.Size(setName(id, e.family))
-		n.sets[id] = err != nil || size != want.members[id]
+		if want.members[id] > 0 || all {
+			size, err := e.machine.sets.Size(setName(id, e.family))
+			n.sets[id] = err != nil || size != want.members[id]
+		}
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -93,6 +85,70 @@ func (e *engine) count(c counts) (n named, err error) {
 		n.servers = e.miscounted(r, servers)
 	}
 	return n, nil
+}
+
+// countServers returns how many real servers each virtual server has, or nil if as many are there as should be. Unless it is to look at all,
+// it looks at real servers only if there is another number of virtual servers than there should be beside those of other programs.
+func (e *engine) countServers(c counts, all bool, marks marks, want numbers) (map[ipvs.ServerID]int, error) {
+	if there, err := c.Servers(); err != nil || !all && there == want.servers+e.foreignServers {
+		return nil, err
+	}
+	have, foreign := numbers{}, 0
+	err := c.Read(func(id ipvs.ServerID, realServers int) {
+		if marks.foreign(id, e.exclude) {
+			foreign++
+			return
+		}
+		have.servers++
+		have.realServers += realServers
+	})
+	if e.foreignServers = foreign; err != nil || have.servers == want.servers && have.realServers == want.realServers {
+		return nil, err
+	}
+	servers := map[ipvs.ServerID]int{}
+	err = c.Read(func(id ipvs.ServerID, realServers int) { servers[id] = realServers })
+	return servers, err
+}
+
+// samples is how many virtual servers of a family in which they can't be counted are looked at instead.
+const samples = 4
+
+// sampleDiffers looks at some virtual servers, others each time, and reports whether one is not as it was written. If another program has
+// removed a part p of them, it sees that with a probability of 1-(1-p)^samples.
+func (e *engine) sampleDiffers() (bool, error) {
+	r := e.beginReading()
+	if r == nil { // The next sync compares everything.
+		return false, nil
+	}
+	defer e.endReading(r)
+	for id := range e.sample(r) {
+		is, err := e.machine.servers.Get(id)
+		if err != nil {
+			return false, err
+		}
+		e.mu.Lock()
+		was := e.actual.servers[id]
+		differs := e.valid(r) && was != nil && !r.changed.servers.Has(id) &&
+			(is == nil || is.Foreign || !was.is(is))
+		e.mu.Unlock()
+		if differs {
+			return true, nil
+		}
+	}
+	return false, nil
+}
+
+// sample draws virtual servers.
+func (e *engine) sample(r *reading) set.Set[ipvs.ServerID] {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	out := set.Set[ipvs.ServerID]{}
+	for id := range r.known.servers { // in random order
+		if out.Insert(id); len(out) == samples {
+			break
+		}
+	}
+	return out
 }
 
 // miscounted returns the virtual servers that have another number of real servers than is known, or are missing or unexpected.
@@ -111,21 +167,24 @@ func (e *engine) miscounted(r *reading, have map[ipvs.ServerID]int) set.Set[ipvs
 	return out
 }
 
-// countAll counts what both families have, compares what seems to have been changed, and repairs what differs. It returns why everything
-// has to be compared; "" if that is not so.
-func (b *Backend) countAll(c counts) (why string) {
+// countAll counts what both families have, as count does, compares what seems to have been changed, and repairs what differs. It returns why
+// everything has to be compared; "" if that is not so.
+func (b *Backend) countAll(c counts, all bool) (why string) {
 	begin := time.Now()
 	var found drift.Found
 	var failed error
 	for _, e := range b.Engines {
-		of := c
-		if e.family != plan.IPv4 {
+		of, sampled := c, c == nil || e.family != plan.IPv4
+		if sampled {
 			of = nil
 		}
-		n, err := e.count(of)
+		n, err := e.count(of, all)
 		var some drift.Found
 		var again bool
-		if err == nil && (len(n.servers) > 0 || n.sets != [setCount]bool{}) {
+		if err == nil && sampled {
+			again, err = e.sampleDiffers()
+		}
+		if err == nil && !again && (len(n.servers) > 0 || n.sets != [setCount]bool{}) {
 			some, again, err = e.compareNamed(n)
 		}
 		if found = append(found, some...); err != nil {

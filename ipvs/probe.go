@@ -13,19 +13,32 @@ import (
 	"nodeproxy/plan"
 )
 
-// The kernel sends no notifications about virtual servers and sets. Entries, and virtual and real servers of IPv4, are counted every
-// countInterval, or less often if that takes long: it takes no more than one part in countShare of the time. What counting does not show,
-// such as a weight, or anything of a virtual server of IPv6, is looked for every probeInterval, in one part of probeShare of the time;
-// where there is no virtual server of IPv6, in one part of weightShare. Sysctls and diverted ports are looked at every probeInterval.
+// The kernel sends no notifications about virtual servers and sets, so they are looked at now and then: see Backend.looks.
 const (
 	countInterval = 250 * time.Millisecond
-	countShare    = 500
 	probeInterval = 3 * time.Second
-	probeShare    = 50
-	weightShare   = 1000
-	// countsPerCost is over how many counts their cost is averaged: some kernels measure it by ticks.
-	countsPerCost = 16
 )
+
+// look is something to look at again and again.
+type look struct {
+	every time.Duration // or less often, if it takes more than one part in share of a processor's time
+	share time.Duration
+	do    func() (why string) // says why everything has to be compared; "" if that is not so
+	// average is over how many looks their cost is averaged: some kernels measure it by ticks.
+	average time.Duration
+
+	cost time.Duration
+	next time.Time
+}
+
+// once does it, and says when it is due again.
+func (l *look) once() (why string) {
+	begin := cpuTime()
+	why = l.do()
+	l.cost += (cpuTime() - begin - l.cost) / l.average
+	l.next = time.Now().Add(max(l.every, l.share*l.cost))
+	return why
+}
 
 // prober remembers earlier checks.
 //
@@ -62,11 +75,20 @@ func cpuTime() time.Duration {
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
-// uncounted reports whether there are virtual servers that can't be counted.
-func (e *engine) uncounted() bool {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	return e.family == plan.IPv6 && e.actual != nil && len(e.actual.servers) > 0
+// looks are what probe looks at. Numbers of virtual servers and entries are at hand, and some virtual servers of IPv6 take their place, so
+// these come first. Real servers of IPv4 can be counted, in a time that grows with their number. What counting does not show, such as a
+// weight, or one virtual server of IPv6, is looked for in the list of all, which takes longest.
+func (b *Backend) looks(c counts) []*look {
+	few := &look{every: countInterval, share: 1000, average: 16, do: func() string { return b.countAll(c, false) }}
+	all := &look{every: countInterval, share: 1000, average: 16, do: func() string {
+		why := b.countAll(c, true)
+		few.next = time.Now().Add(countInterval) // They are among all.
+		return why
+	}}
+	p := &prober{}
+	return []*look{all, few,
+		{every: probeInterval, share: 2000, average: 1, do: b.othersDiffer},
+		{every: probeInterval, share: 2000, average: 1, do: func() string { return b.differs(p) }}}
 }
 
 // probe repairs what it finds to be missing or unexpected of virtual servers and sets, and calls suspect when they are not as they were
@@ -81,34 +103,18 @@ func (b *Backend) probe(ctx context.Context, suspect func(why string)) {
 	} else {
 		b.cfg.Log.Debug("virtual servers can't be counted, only listed", "error", err)
 	}
-	p, wait, cost := &prober{}, countInterval, time.Duration(0)
-	next := time.Now().Add(probeInterval)
-	others := next
+	looks := b.looks(c)
+	for _, l := range looks {
+		l.next = time.Now().Add(l.every)
+	}
 	for {
+		l := slices.MinFunc(looks, func(a, b *look) int { return a.next.Compare(b.next) })
 		select {
 		case <-ctx.Done():
 			return
-		case <-time.After(wait):
+		case <-time.After(time.Until(l.next)):
 		}
-		begin := cpuTime()
-		why := b.countAll(c)
-		cost += (cpuTime() - begin - cost) / countsPerCost
-		wait = max(countInterval, countShare*cost)
-		if why == "" && time.Now().After(others) {
-			begin = cpuTime()
-			why = b.othersDiffer()
-			others = time.Now().Add(max(probeInterval, probeShare*(cpuTime()-begin)))
-		}
-		if why == "" && time.Now().After(next) {
-			begin = cpuTime()
-			why = b.differs(p)
-			share := time.Duration(weightShare)
-			if c == nil || slices.ContainsFunc(b.Engines, (*engine).uncounted) {
-				share = probeShare
-			}
-			next = time.Now().Add(max(probeInterval, share*(cpuTime()-begin)))
-		}
-		if why != "" {
+		if why := l.once(); why != "" {
 			suspect(why)
 		}
 	}
