@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"sync/atomic"
 	"time"
 
 	"nodeproxy/e2e/harness"
@@ -290,12 +291,14 @@ func (b *bench) change(ctx context.Context, n *node) (took, patched time.Duratio
 	s, patch, err := b.prepareChange()
 	check(err)
 	sent, begun, endpoint := make(chan error, 1), time.Now(), s.endpoints[0]
+	var failed atomic.Bool // and is not waited for
 	go func() {
 		err := patch(ctx)
 		patched = time.Since(begun)
+		failed.Store(err != nil)
 		sent <- err
 	}()
-	took, err = n.await(b.prober, begun, s, len(s.endpoints), b.limit, func(from netip.Addr) bool { return from == endpoint })
+	took, err = n.await(b.prober, begun, s, len(s.endpoints), b.limit, func(from netip.Addr) bool { return from == endpoint || failed.Load() })
 	check(errors.Join(<-sent, err), "changed service "+s.name)
 	return took, patched
 }

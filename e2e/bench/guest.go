@@ -8,6 +8,8 @@ import (
 	"path/filepath"
 	"runtime"
 	"slices"
+	"strconv"
+	"strings"
 
 	"nodeproxy/e2e/cluster"
 	"nodeproxy/e2e/harness"
@@ -36,6 +38,19 @@ func runOnIPVS(ctx context.Context, o *options) (missed int) {
 	return missed
 }
 
+// allowMappings lets this machine's processes have more mappings until the function that it returns is called. Each page of a process of the
+// test kernel may be one, and most machines allow 65,530: 256 MiB, but an API server with 10,000 Services has more, and then the test kernel
+// ends it.
+func allowMappings() (restore func()) {
+	const file, needed = "/proc/sys/vm/max_map_count", 1 << 20
+	was := strings.TrimSpace(string(must(os.ReadFile(file))))
+	if must(strconv.Atoi(was)) >= needed {
+		return func() {}
+	}
+	check(os.WriteFile(file, []byte(strconv.Itoa(needed)), 0o644))
+	return func() { check(os.WriteFile(file, []byte(was), 0o644)) }
+}
+
 func runInside(ctx context.Context, o *options) (missed int) {
 	dir := must(os.MkdirTemp("", "bench-"))
 	defer os.RemoveAll(dir)
@@ -49,6 +64,7 @@ func runInside(ctx context.Context, o *options) (missed int) {
 		fmt.Println("# compare what is measured here with each other, not with what was measured elsewhere")
 	}
 	fmt.Printf("# this machine: %s, %d processors, kernel %s\n", machine.Processor(), runtime.NumCPU(), machine.Kernel())
+	defer allowMappings()()
 	load := machine.WatchLoad()
 	cmd := exec.CommandContext(ctx, self, append(o.args, "-inside")...)
 	cmd.Env = append(os.Environ(), "NODEPROXY_BIN="+nodeproxy)
