@@ -161,7 +161,13 @@ func (k fakeSets) Ensure(s ipset.Set) (bool, error) {
 
 func bare(e ipset.Entry) ipset.Entry { return member{entry: e}.key().entry }
 
-func (k fakeSets) Size(name string) (int, error) { return len(k.set[name]), nil }
+func (k fakeSets) Sizes() (map[string]int, error) {
+	sizes := map[string]int{}
+	for name, entries := range k.set {
+		sizes[name] = len(entries)
+	}
+	return sizes, nil
+}
 
 func (k fakeSets) Entries(s ipset.Set) (map[ipset.Entry]struct{}, error) {
 	return set.Of(slices.Collect(maps.Values(k.set[s.Name]))...), nil

@@ -153,7 +153,7 @@ type servers interface {
 type ipsets interface {
 	Names() ([]string, error)
 	Ensure(ipset.Set) (bool, error)
-	Size(name string) (int, error)
+	Sizes() (map[string]int, error)
 	Entries(ipset.Set) (map[ipset.Entry]struct{}, error)
 	Add(ipset.Set, []ipset.Entry) error
 	Remove(ipset.Set, []ipset.Entry) error

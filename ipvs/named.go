@@ -55,14 +55,10 @@ type named struct {
 }
 
 // count compares numbers of objects with those in the kernel, and returns where they differ. It sees what has been added or removed, unless
-// sums stay the same: virtual servers, for which c is nil for a family in which they can't be counted, and entries of sets that should have
-// some. With all, it also sees real servers and entries of other sets, which takes longer.
-func (e *engine) count(c counts, all bool) (n named, err error) {
-	r := e.beginReading()
-	if r == nil { // The next sync compares everything.
-		return n, nil
-	}
-	defer e.endReading(r)
+// sums stay the same: entries of sets, and virtual servers, for which c is nil for a family in which they can't be counted. With all, it also
+// sees real servers, which takes longer.
+// sizes are those of all sets, read since r began.
+func (e *engine) count(r *reading, c counts, sizes map[string]int, all bool) (n named, err error) {
 	want := e.numbers(r)
 	var servers map[ipvs.ServerID]int // nil if as many are there as should be
 	if c != nil {
@@ -71,10 +67,8 @@ func (e *engine) count(c counts, all bool) (n named, err error) {
 		}
 	}
 	for id := range setCount {
-		if want.members[id] > 0 || all {
-			size, err := e.machine.sets.Size(setName(id, e.family))
-			n.sets[id] = err != nil || size != want.members[id]
-		}
+		size, there := sizes[setName(id, e.family)]
+		n.sets[id] = !there || size != want.members[id]
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -173,12 +167,29 @@ func (b *Backend) countAll(c counts, all bool) (why string) {
 	begin := time.Now()
 	var found drift.Found
 	var failed error
+	readings := map[*engine]*reading{}
 	for _, e := range b.Engines {
+		if r := e.beginReading(); r != nil { // Otherwise the next sync compares everything.
+			readings[e] = r
+			defer e.endReading(r)
+		}
+	}
+	if len(readings) == 0 {
+		return ""
+	}
+	sizes, err := b.Engines[0].machine.sets.Sizes()
+	if err != nil {
+		return err.Error()
+	}
+	for _, e := range b.Engines {
+		if readings[e] == nil {
+			continue
+		}
 		of, sampled := c, c == nil || e.family != plan.IPv4
 		if sampled {
 			of = nil
 		}
-		n, err := e.count(of, all)
+		n, err := e.count(readings[e], of, sizes, all)
 		var some drift.Found
 		var again bool
 		if err == nil && sampled {

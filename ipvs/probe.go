@@ -79,16 +79,16 @@ func cpuTime() time.Duration {
 // these come first. Real servers of IPv4 can be counted, in a time that grows with their number. What counting does not show, such as a
 // weight, or one virtual server of IPv6, is looked for in the list of all, which takes longest.
 func (b *Backend) looks(c counts) []*look {
-	few := &look{every: countInterval, share: 1000, average: 16, do: func() string { return b.countAll(c, false) }}
-	all := &look{every: countInterval, share: 1000, average: 16, do: func() string {
+	few := &look{every: countInterval, share: 500, average: 4, do: func() string { return b.countAll(c, false) }}
+	all := &look{every: countInterval, share: 1000, average: 4, do: func() string {
 		why := b.countAll(c, true)
 		few.next = time.Now().Add(countInterval) // They are among all.
 		return why
 	}}
 	p := &prober{}
 	return []*look{all, few,
-		{every: probeInterval, share: 2000, average: 1, do: b.othersDiffer},
-		{every: probeInterval, share: 2000, average: 1, do: func() string { return b.differs(p) }}}
+		{every: probeInterval, share: 500, average: 4, do: b.othersDiffer},
+		{every: probeInterval, share: 2000, average: 4, do: func() string { return b.differs(p) }}}
 }
 
 // probe repairs what it finds to be missing or unexpected of virtual servers and sets, and calls suspect when they are not as they were

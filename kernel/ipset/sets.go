@@ -226,15 +226,21 @@ func (s *Sets) header(name string) (actualSet, error) {
 	return h, err
 }
 
-// Size returns the number of entries of a set.
-func (s *Sets) Size(name string) (int, error) {
+// Sizes returns the number of entries of each set, by its name.
+func (s *Sets) Sizes() (map[string]int, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	h, err := s.header(name)
+	var sizes map[string]int
+	err := s.dump(listMessage("", flagListHeader), func() { sizes = map[string]int{} }, func(body []byte) error {
+		if name := netlink.Attribute(behindHeader(body), setAttrName); name != nil {
+			sizes[netlink.Text(name)] = int(parseSet(body).elements)
+		}
+		return nil
+	})
 	if err != nil {
-		return 0, fmt.Errorf("reading the size of ipset %s: %w", name, err)
+		return nil, fmt.Errorf("reading the sizes of ipsets: %w", err)
 	}
-	return int(h.elements), nil
+	return sizes, nil
 }
 
 // Entries returns all entries of a set.

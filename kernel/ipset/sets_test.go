@@ -91,6 +91,9 @@ func TestSetsReadBack(t *testing.T) {
 						t.Errorf("%+v: entries %v, %v; want %v", set, got, err, want)
 					}
 				}
+				if sizes, err := s.Sizes(); err != nil || len(sizes) != n || sizes[set.Name] != len(want) {
+					t.Errorf("%+v: sizes %v, %v; want %d", set, sizes, err, len(want))
+				}
 				lines := []string{set.CreateText()}
 				for _, e := range want {
 					lines = append(lines, "add "+set.Name+" "+e.Text(set))
@@ -116,6 +119,11 @@ func TestSetsReadBack(t *testing.T) {
 	names, err := s.Names()
 	if err != nil || len(names) != n || !slices.IsSorted(names) {
 		t.Errorf("names %v, %v; want %d", names, err, n)
+	}
+	sizes, err := s.Sizes()
+	require.NoError(t, err)
+	for _, name := range names {
+		assert.Equal(t, 1, sizes[name], name)
 	}
 	for _, name := range append(names, names...) {
 		assert.NoError(t, s.Destroy(name))
@@ -279,5 +287,41 @@ func BenchmarkAddEntries(b *testing.B) {
 	}
 	for b.Loop() {
 		require.NoError(b, errors.Join(s.Add(set, entries), s.Remove(set, entries)))
+	}
+}
+
+// BenchmarkSizes is what it costs to ask for the sizes of 34 sets, one of which has many entries, at once and set by set.
+func BenchmarkSizes(b *testing.B) {
+	s := openSets(b)
+	var sets []Set
+	for i := range 34 {
+		sets = append(sets, Set{Name: fmt.Sprintf("SET-%d", i), Type: "hash:ip,port", Family: plan.IPv4})
+		_, err := s.Ensure(sets[i])
+		require.NoError(b, err)
+	}
+	there := 0
+	for _, n := range []int{10_000, 20_000} {
+		var entries []Entry
+		for i := there; i < n; i++ {
+			addr := netip.AddrFrom4([4]byte{10, 96, byte(i >> 8), byte(i)})
+			entries = append(entries, Entry{Addr: addr, Protocol: plan.TCP, Port: 80})
+		}
+		there = n
+		require.NoError(b, s.Add(sets[0], entries))
+		b.Run(fmt.Sprint(n, " at once"), func(b *testing.B) {
+			for b.Loop() {
+				sizes, err := s.Sizes()
+				require.NoError(b, err)
+				require.Equal(b, n, sizes[sets[0].Name])
+			}
+		})
+		b.Run(fmt.Sprint(n, " set by set"), func(b *testing.B) {
+			for b.Loop() {
+				for _, set := range sets {
+					_, err := s.header(set.Name)
+					require.NoError(b, err)
+				}
+			}
+		})
 	}
 }
