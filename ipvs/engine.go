@@ -35,7 +35,9 @@ type engine struct {
 	// desired is what the last plan asks for; nil if the kernel's state is not known.
 	desired *state
 	actual  *actual
-	refused map[ipvs.ServerID]error // virtual servers that the kernel refuses, as a whole or in part
+	// draining has all virtual servers with real servers that drain, and others that had such.
+	draining set.Set[ipvs.ServerID]
+	refused  map[ipvs.ServerID]error // virtual servers that the kernel refuses, as a whole or in part
 	// refusedMembers are entries of sets, by key, that the kernel refuses.
 	refusedMembers map[member]refusedMember
 	reported       []plan.Refusal // the last call of onRefused, if that is not nil
@@ -343,10 +345,11 @@ func (e *engine) read(before *actual) (err error) {
 		e.queue(ipvs.DeleteServer, v, ipvs.RealServer{}, nil)
 		delete(e.actual.servers, v.ID)
 	}
-	if before != nil {
-		for id, v := range e.actual.servers {
+	for id, v := range e.actual.servers {
+		if before != nil {
 			v.keepSince(before.servers[id])
 		}
+		e.mayDrain(v)
 	}
 	return e.flush()
 }

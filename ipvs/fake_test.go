@@ -98,6 +98,14 @@ func (k fakeServers) Get(id ipvs.ServerID) (*ipvs.ActualServer, error) {
 	return out, nil
 }
 
+func (k fakeServers) RealServers(id ipvs.ServerID, _ int) (map[netip.AddrPort]ipvs.ActualRealServer, error) {
+	v, err := k.Get(id)
+	if v == nil {
+		return nil, err
+	}
+	return v.RealServers, err
+}
+
 func (k fakeServers) Apply(ops []ipvs.Op) []error {
 	var errs []error
 	for _, op := range ops {

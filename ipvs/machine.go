@@ -147,6 +147,7 @@ func (h *actual) readDevice(d device, f plan.Family) (err error) {
 type servers interface {
 	Each(plan.Family, func(*ipvs.ActualServer)) error
 	Get(ipvs.ServerID) (*ipvs.ActualServer, error)
+	RealServers(id ipvs.ServerID, n int) (map[netip.AddrPort]ipvs.ActualRealServer, error)
 	Apply([]ipvs.Op) []error
 }
 

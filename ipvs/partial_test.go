@@ -3,6 +3,8 @@ package ipvs
 import (
 	"context"
 	"fmt"
+	"maps"
+	"slices"
 	"testing"
 	"time"
 
@@ -89,4 +91,25 @@ func TestPartialOtherMode(t *testing.T) {
 	}
 	p.Partial = false
 	require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
+}
+
+// TestDrainOfUnknown: a real server that drained before the start is removed in the end, also of a virtual server that is left as it is.
+func TestDrainOfUnknown(t *testing.T) {
+	t.Parallel()
+	e, k := fakeEngine(plan.IPv4, testOptions)
+	require.NoError(t, e.Sync(t.Context(), large(1), plan.Everything()))
+	id := slices.Collect(maps.Keys(k.virtual))[0]
+	d := firstOf(k, id)
+	d.Weight = 0
+	k.virtual[id].RealServers[d.Addr] = d
+	k.connections[d.Addr] = 1
+	next, unknown := engineOver(k, testOptions), plan.New(plan.Node{Name: "me"}, plan.Settings{})
+	unknown.Partial = true
+	require.NoError(t, next.Sync(t.Context(), unknown, plan.Everything()))
+	for _, n := range []int{2, 1} {
+		require.NoError(t, next.drain(time.Now()))
+		require.Len(t, k.virtual[id].RealServers, n)
+		clear(k.connections)
+		require.NoError(t, next.drain(time.Now()))
+	}
 }

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"time"
 
+	"nodeproxy/internal/set"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/ipvs"
 )
@@ -101,6 +102,7 @@ func (e *engine) pruneRealServer(want *server, v *actualServer, addr netip.AddrP
 	}
 	was := *d
 	d.draining = true
+	e.mayDrain(v)
 	e.reschedule(want.Server, v)
 	if d.weight > 0 {
 		e.queue(ipvs.UpdateRealServer, v.Server, ipvs.RealServer{Addr: addr}, func() { *d = was })
@@ -164,9 +166,11 @@ func (e *engine) drain(now time.Time) error {
 		return nil
 	}
 	var errs []error
-	for id, v := range e.actual.servers {
-		if v.drains() {
+	for id := range e.draining {
+		if v := e.actual.servers[id]; v != nil && v.drains() {
 			errs = append(errs, e.drainServer(id, v, now))
+		} else {
+			delete(e.draining, id)
 		}
 	}
 	errs = append(errs, e.flush())
@@ -175,6 +179,16 @@ func (e *engine) drain(now time.Time) error {
 		e.desired = nil
 	}
 	return err
+}
+
+// mayDrain has drain look at a virtual server if it has real servers that drain.
+func (e *engine) mayDrain(v *actualServer) {
+	if e.draining == nil {
+		e.draining = set.Set[ipvs.ServerID]{}
+	}
+	if v.drains() {
+		e.draining.Insert(v.ID)
+	}
 }
 
 func (v *actualServer) drains() bool {
@@ -187,7 +201,7 @@ func (v *actualServer) drains() bool {
 }
 
 func (e *engine) drainServer(id ipvs.ServerID, v *actualServer, now time.Time) error {
-	seen, err := e.machine.servers.Get(id)
+	seen, err := e.machine.servers.RealServers(id, len(v.realServers))
 	if err != nil {
 		return err
 	}
@@ -195,7 +209,7 @@ func (e *engine) drainServer(id ipvs.ServerID, v *actualServer, now time.Time) e
 		return nil
 	}
 	for addr, d := range v.realServers {
-		left := seen.RealServers[addr].Connections
+		left := seen[addr].Connections
 		if d.draining && (left.Active+left.Inactive == 0 || !d.since.IsZero() && now.Sub(d.since) >= e.grace) {
 			e.deleteRealServer(v, addr)
 		}

@@ -26,10 +26,16 @@ func TestRealServersByCounts(t *testing.T) {
 		if got := s.counts.realServers(h, n); got != (n == 2) {
 			t.Errorf("with %d of 2 real servers: %t", n, got)
 		}
+		if got, err := s.RealServers(v.ID, n); err != nil || len(got) != 2 || got[at("10.244.0.2:80")].Weight != 1 {
+			t.Errorf("with %d of 2 real servers: %v, %v", n, got, err)
+		}
 	}
 	require.NoError(t, s.Delete(v.ID))
 	if s.counts.realServers(&ActualServer{Server: v}, 0) {
 		t.Error("it is gone, and has been read")
+	}
+	if got, err := s.RealServers(v.ID, 2); got != nil || err != nil {
+		t.Errorf("it is gone: %v, %v", got, err)
 	}
 }
 

@@ -165,6 +165,30 @@ func (s *Servers) Get(id ServerID) (*ActualServer, error) {
 	return h, nil
 }
 
+// RealServers returns the real servers of a virtual server, which probably has n of them, with the numbers of their connections; nil if it is
+// not there. If it is of IPv4 and has n, that takes one system call.
+func (s *Servers) RealServers(id ServerID, n int) (map[netip.AddrPort]ActualRealServer, error) {
+	if is := s.counted(id, n); is != nil {
+		return is, nil
+	}
+	h, err := s.Get(id)
+	if h == nil {
+		return nil, err
+	}
+	return h.RealServers, nil
+}
+
+// counted is RealServers by socket options; nil if it takes others.
+func (s *Servers) counted(id ServerID, n int) map[netip.AddrPort]ActualRealServer {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	h := &ActualServer{Server: Server{ID: id}, RealServers: map[netip.AddrPort]ActualRealServer{}}
+	if s.counts == nil || id.Family != plan.IPv4 || !s.counts.realServers(h, n) {
+		return nil
+	}
+	return h.RealServers
+}
+
 // Stats returns the counters of all virtual servers in the network namespace of the calling thread. It uses a socket of its own, so
 // it may be called after Close, and does not wait for other calls.
 func (s *Servers) Stats() (map[ServerID]Traffic, error) {
