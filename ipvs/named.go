@@ -54,10 +54,9 @@ type named struct {
 	sets    [setCount]bool
 }
 
-// count compares numbers of objects with those in the kernel, and returns where they differ. It sees what has been added or removed, unless
-// sums stay the same: entries of sets, and virtual servers, for which c is nil for a family in which they can't be counted. With all, it also
-// sees real servers, which takes longer.
-// sizes are those of all sets, read since r began.
+// count compares numbers of objects with those in the kernel, and returns where they differ. It sees what has been added or removed,
+// unless sums stay the same: entries of sets, and virtual servers, for which c is nil for a family in which they can't be counted. With
+// all, it also sees real servers, which takes longer. sizes are those of all sets, read since r began.
 func (e *engine) count(r *reading, c counts, sizes map[string]int, all bool) (n named, err error) {
 	want := e.numbers(r)
 	var servers map[ipvs.ServerID]int // nil if as many are there as should be
@@ -81,8 +80,8 @@ func (e *engine) count(r *reading, c counts, sizes map[string]int, all bool) (n 
 	return n, nil
 }
 
-// countServers returns how many real servers each virtual server has, or nil if as many are there as should be. Unless it is to look at all,
-// it looks at real servers only if there is another number of virtual servers than there should be beside those of other programs.
+// countServers returns how many real servers each virtual server has, or nil if as many are there as should be. Unless it is to look at
+// all, it looks at real servers only if there is another number of virtual servers than there should be beside those of other programs.
 func (e *engine) countServers(c counts, all bool, marks marks, want numbers) (map[ipvs.ServerID]int, error) {
 	if there, err := c.Servers(); err != nil || !all && there == want.servers+e.foreignServers {
 		return nil, err
@@ -161,8 +160,8 @@ func (e *engine) miscounted(r *reading, have map[ipvs.ServerID]int) set.Set[ipvs
 	return out
 }
 
-// countAll counts what both families have, as count does, compares what seems to have been changed, and repairs what differs. It returns why
-// everything has to be compared; "" if that is not so.
+// countAll counts what both families have, as count does, compares what seems to have been changed, and repairs what differs. It returns
+// why everything has to be compared; "" if that is not so.
 func (b *Backend) countAll(c counts, all bool) (why string) {
 	begin := time.Now()
 	var found drift.Found

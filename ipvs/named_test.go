@@ -92,8 +92,8 @@ func TestCount(t *testing.T) {
 	}
 }
 
-// TestCountFew: numbers that the kernel has at hand show missing virtual servers and entries. Real servers are counted only where those do not
-// agree, and a virtual server of another program has them counted once.
+// TestCountFew: numbers that the kernel has at hand show missing virtual servers and entries. Real servers are counted only where those
+// do not agree, and a virtual server of another program has them counted once.
 func TestCountFew(t *testing.T) {
 	t.Parallel()
 	b, _, k, _, ids, last := counting(t)
@@ -211,8 +211,8 @@ func (c changingServers) Get(id ipvs.ServerID) (*ipvs.ActualServer, error) {
 	return is, err
 }
 
-// TestSample: if all virtual servers of IPv6 are changed, one look at some of them shows that, and if one is changed, some look does. What a
-// sync changes meanwhile is no drift, and nothing is known after one that has failed.
+// TestSample: if all virtual servers of IPv6 are changed, one look at some of them shows that, and if one is changed, some look does.
+// What a sync changes meanwhile is no drift, and nothing is known after one that has failed.
 func TestSample(t *testing.T) {
 	t.Parallel()
 	b, e, k, p, _ := inIPv6(t, 20)
@@ -276,7 +276,8 @@ func TestCountDuringChanges(t *testing.T) {
 			remove()
 		}
 	})
-	if why := b.countAll(fakeCounts{k, nil}, true); why != "" || len(last.Found) != 1 || len(k.set["KUBE-CLUSTER-IP"]) != 0 || len(e.readings) > 0 {
+	why := b.countAll(fakeCounts{k, nil}, true)
+	if why != "" || len(last.Found) != 1 || len(k.set["KUBE-CLUSTER-IP"]) != 0 || len(e.readings) > 0 {
 		t.Errorf("%q, found %s, entries %v", why, last.Found.Words(5), k.set["KUBE-CLUSTER-IP"])
 	}
 	if k.virtual[ids[2]] != nil {

@@ -38,9 +38,9 @@ func runOnIPVS(ctx context.Context, o *options) (missed int) {
 	return missed
 }
 
-// allowMappings lets this machine's processes have more mappings until the function that it returns is called. Each page of a process of the
-// test kernel may be one, and most machines allow 65,530: 256 MiB, but an API server with 10,000 Services has more, and then the test kernel
-// ends it.
+// allowMappings lets this machine's processes have more mappings until the function that it returns is called. Each page of a process of
+// the test kernel may be one, and most machines allow 65,530: 256 MiB, but an API server with 10,000 Services has more, and then the
+// test kernel ends it.
 func allowMappings() (restore func()) {
 	const file, needed = "/proc/sys/vm/max_map_count", 1 << 20
 	was := strings.TrimSpace(string(must(os.ReadFile(file))))

@@ -14,14 +14,15 @@ import (
 )
 
 // Counts reads how many virtual servers of IPv4 there are, and how many real servers each has, by the older interface of IPVS, socket
-// options, which knows no IPv6. The kernel copies a hundred bytes for each in a single system call; by netlink, it takes a request for each.
+// options, which knows no IPv6. The kernel copies a hundred bytes for each in a single system call; by netlink, it takes a request for
+// each.
 type Counts struct {
 	fd  int
 	buf []byte
 }
 
-// From linux/ip_vs.h: options; the number in struct ip_vs_getinfo; struct ip_vs_service_entry, behind a number; and struct ip_vs_dest_entry,
-// behind what names the virtual server and a number.
+// From linux/ip_vs.h: options; the number in struct ip_vs_getinfo; struct ip_vs_service_entry, behind a number; and struct
+// ip_vs_dest_entry, behind what names the virtual server and a number.
 const (
 	getInfo     = 64 + 1024 + 64 + 1
 	getServices = 64 + 1024 + 64 + 2

@@ -165,8 +165,8 @@ func (s *Servers) Get(id ServerID) (*ActualServer, error) {
 	return h, nil
 }
 
-// RealServers returns the real servers of a virtual server, which probably has n of them, with the numbers of their connections; nil if it is
-// not there. If it is of IPv4 and has n, that takes one system call.
+// RealServers returns the real servers of a virtual server, which probably has n of them, with the numbers of their connections; nil if
+// it is not there. If it is of IPv4 and has n, that takes one system call.
 func (s *Servers) RealServers(id ServerID, n int) (map[netip.AddrPort]ActualRealServer, error) {
 	if is := s.counted(id, n); is != nil {
 		return is, nil
