@@ -67,9 +67,8 @@ func OpenCounts() (*Counts, error) {
 		return nil, fmt.Errorf("socket to count real servers: %w", err)
 	}
 	c := &Counts{fd: fd}
-	_, err = c.Servers()
-	if err == nil {
-		err = c.Read(func(ServerID, int) {})
+	if _, err = c.Servers(); err == nil {
+		_, err = c.first(1)
 	}
 	if err != nil {
 		_ = c.Close()
@@ -110,6 +109,13 @@ func (c *Counts) Servers() (int, error) {
 	return int(binary.NativeEndian.Uint32(b[infoServices:])), err
 }
 
+// first returns the entries of the first n virtual servers, behind a number. Those that are not there are empty.
+func (c *Counts) first(n int) ([]byte, error) {
+	b := c.empty(entriesAt + n*entrySize)
+	binary.NativeEndian.PutUint32(b, uint32(n))
+	return b, c.get(getServices, b)
+}
+
 // Read calls each with the number of real servers of each virtual server of IPv4.
 func (c *Counts) Read(each func(id ServerID, realServers int)) error {
 	var b []byte
@@ -118,9 +124,7 @@ func (c *Counts) Read(each func(id ServerID, realServers int)) error {
 		if err != nil {
 			return err
 		}
-		b = c.empty(entriesAt + (n+1)*entrySize)
-		binary.NativeEndian.PutUint32(b, uint32(n+1))
-		if err := c.get(getServices, b); err != nil {
+		if b, err = c.first(n + 1); err != nil {
 			return err
 		}
 		if b[len(b)-entrySize+entryScheduler] == 0 { // The last one is empty, so there are no more.
