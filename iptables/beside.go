@@ -153,6 +153,9 @@ func (c *comparison) note(changes []xtables.Change) (few bool) {
 	}
 	c.syncing.Lock()
 	defer c.syncing.Unlock()
+	if c.engine.full != c.full {
+		return true // A sync of everything has compared what there is, or failed: see repair.
+	}
 	c.differs = append(c.differs, c.untouched(changes)...)
 	return len(c.differs) <= mostBeside && !slices.ContainsFunc(c.differs, func(change xtables.Change) bool {
 		return change.Op != xtables.Write && (change.Op != xtables.Insert || xtables.Target(change.Rules[0]) == names.KubeletFirewall)
