@@ -234,16 +234,16 @@ func (f *fullSync) writeAll(list []own) error {
 		}
 		return f.write(step)
 	}, Refused: func(o own, err error) { f.refuse(o.sp, false, err) }}
-	in := map[string]bool{}
+	var load xtables.Load
 	first := 0
 	for i, o := range list {
-		xtables.Names(in, o.changes...)
-		if f.Full(in) || i == len(list)-1 {
+		load.Add(o.changes...)
+		if f.Full(load) || i == len(list)-1 {
 			if err := search.Run(list[first : i+1]); err != nil {
 				return err
 			}
 			first = i + 1
-			clear(in)
+			load = xtables.Load{}
 		}
 	}
 	return f.confirm()
