@@ -109,12 +109,12 @@ func (c *comparison) compare() (few bool, err error) {
 func (c *comparison) comparePart(t names.Table) (few bool, err error) {
 	part := c.part[t]
 	c.part[t], c.size[t] = nil, 0
-	list := make([]string, 0, len(part))
+	list, known := make([]string, 0, len(part)), make(xtables.Content, len(part))
 	for _, chain := range part {
-		list = append(list, chain.Name)
+		list, known[chain.Name] = append(list, chain.Name), chain.Rules
 		delete(c.rest[t], chain.Name)
 	}
-	actual, err := c.readings[t].Chains(c.ctx, list)
+	actual, err := c.readings[t].Chains(c.ctx, list, known)
 	if err != nil {
 		return false, err
 	}

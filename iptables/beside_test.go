@@ -35,7 +35,7 @@ func (m *meddling) Read(ctx context.Context, t names.Table) (*xtables.Reading, e
 	if err != nil {
 		return nil, err
 	}
-	r.Chains = func(ctx context.Context, list []string) (xtables.Content, error) {
+	r.Chains = func(ctx context.Context, list []string, _ ...xtables.Content) (xtables.Content, error) {
 		out := xtables.Content{}
 		for _, name := range list {
 			if m.engine.syncing.TryLock() {
