@@ -26,10 +26,13 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	f := &fullSync{engine: e, ctx: ctx, actual: map[names.Table]xtables.Content{}, rules: rulesOf(p, e.family, e.options),
 		wanted: map[tableChainName]bool{}}
 	var err error
-	known := xtables.Desired{Chains: slices.Collect(f.rules.fixed())}.Content() // On a node that has rules, many are as these are to be.
+	var known map[names.Table]xtables.Content
 	for _, t := range tables {
 		if f.actual[t], err = e.Kernel.Save(ctx, t, known[t]); err != nil {
 			return err
+		}
+		if _, held := f.actual[t][names.Services]; held && known == nil { // The other table has many rules, most of them as they are to be.
+			known = xtables.Desired{Chains: slices.Collect(f.rules.fixed())}.Content()
 		}
 	}
 	if e.current != nil {

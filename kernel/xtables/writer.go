@@ -39,7 +39,7 @@ const MaxNames = 300
 
 // rulesPerName is by how much the number of rules that one run should write exceeds that of names. The program keeps all of them in memory,
 // some kilobytes each, until it sends them to the kernel.
-const rulesPerName = 10
+const rulesPerName = 5
 
 // Writer returns one for the program's tables.
 func (t *Program) Writer(log *slog.Logger) *Writer {
