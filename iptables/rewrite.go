@@ -98,12 +98,14 @@ func (f *fullSync) dispatchAtOnce(todo []xtables.Change) (bool, error) {
 	for _, o := range f.rewrites {
 		step = append(step, o.changes...)
 	}
-	step = append(step, todo...)
 	var load xtables.Load
 	load.Add(step...)
-	if f.Full(load) {
-		return false, nil
+	for _, c := range todo {
+		if load.Add(c); f.Full(load) {
+			return false, nil
+		}
 	}
+	step = append(step, todo...)
 	err := f.write(inOrder(step, names.NAT, names.Filter))
 	if xtables.IsRefused(err) {
 		return false, nil // In steps it turns out by what.
