@@ -155,6 +155,8 @@ type engine struct {
 	// nil if there is none.
 	full    int
 	touched map[tableChainName]bool
+	// asItShould is the generation of nf_tables in which all was as it should be when it was compared last; 0 for none. No sync uses it.
+	asItShould uint32
 	// kept is what the kernel had, before this program wrote anything, for ServicePorts that are not known; nil where all are.
 	kept *kept
 	backend.Comparison

@@ -2,12 +2,14 @@ package iptables
 
 import (
 	"fmt"
+	"net/netip"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/assert"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
@@ -46,6 +48,43 @@ func BenchmarkSync(b *testing.B) {
 			program(b, e, p, plan.Everything())
 		}
 	})
+}
+
+// BenchmarkChanges is one change of 10,000 Services with two endpoints each: other endpoints of one of them, and of 100 at once. Their
+// addresses lie all over the range, as those do that an API server allots.
+func BenchmarkChanges(b *testing.B) {
+	for _, many := range []int{1, 100} {
+		b.Run(fmt.Sprintf("%d at once", many), func(b *testing.B) {
+			inVariants(b, func(b *testing.B, v xtables.Variant) {
+				const services, endpoints, range4, scatter, stride = 10000, 2, 60000, 40507, 7919
+				p, changes := plantest.Large(0, endpoints), 0
+				change := func(i int) plan.Key {
+					changes++
+					sp := plantest.LargeService(i, endpoints*changes, endpoints)
+					n := i * scatter % range4
+					sp.Frontends[0].Addr = netip.AddrFrom4([4]byte{10, 96, 1 + byte(n>>8), byte(n)})
+					p.Set(sp)
+					return sp.Key
+				}
+				for i := range services {
+					change(i)
+				}
+				e := realEngine(b, v, plan.IPv4)
+				program(b, e, p, plan.Everything())
+				e.TakeWritten()
+				before := cpuTime(b)
+				for b.Loop() {
+					changed := plan.Keys{}
+					for range many {
+						changed.Add(change(changes * stride % services))
+					}
+					program(b, e, p, plan.Only(changed))
+				}
+				b.ReportMetric(float64((cpuTime(b)-before).Microseconds())/1000/float64(b.N), "cpu-ms/op")
+				b.ReportMetric(float64(e.TakeWritten()[drift.Rule])/float64(b.N), "rules/op")
+			})
+		})
+	}
 }
 
 // BenchmarkManyAtOnce brings 4,000 Services with session affinity and three endpoints each to a node that has 500 others: all in

@@ -4,6 +4,7 @@ import (
 	"context"
 	"maps"
 	"slices"
+	"time"
 
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/names"
@@ -30,11 +31,40 @@ func (r *rules) snapshot() *rules {
 func (e *engine) snapshot() (s *rules, full int) {
 	e.syncing.Lock()
 	defer e.syncing.Unlock()
-	if e.current == nil || e.kept != nil || e.refusedIsDue() {
+	if !e.comparable() {
 		return nil, 0
 	}
 	e.touched = map[tableChainName]bool{}
 	return e.current.snapshot(), e.full
+}
+
+// comparable reports whether it is known what the kernel should hold, and no sync of everything has something to try.
+func (e *engine) comparable() bool { return e.current != nil && e.kept == nil && !e.refusedIsDue() }
+
+// generation is that of the tables, whatever the variant: see Program.Generation.
+func (e *engine) generation() uint32 {
+	if k, tells := e.Kernel.(interface{ Generation() uint32 }); tells {
+		return k.Generation()
+	}
+	return 0
+}
+
+// Unchanged reports whether nothing at all has changed in nf_tables, by whomever, since CompareBeside has found everything as it should be.
+// That counts as another comparison. It must not be called during a Sync or Compare.
+func (b *Backend) Unchanged() bool {
+	begin := time.Now()
+	for _, e := range b.Engines {
+		if e.asItShould == 0 || !e.comparable() || e.generation() != e.asItShould {
+			return false
+		}
+	}
+	for _, e := range b.Engines {
+		if e.current.localnet() {
+			e.openLocalnet()
+		}
+	}
+	b.Report(drift.Report{Took: time.Since(begin)})
+	return true
 }
 
 // comparison is the work of one CompareBeside. While the tables are read, syncs go on. What they have written since the comparison
@@ -55,10 +85,12 @@ type comparison struct {
 
 // CompareBeside implements backend.Engine.
 func (e *engine) CompareBeside(ctx context.Context) (found drift.Found, again bool, err error) {
+	generation := e.generation()
 	s, full := e.snapshot()
 	if s == nil {
 		return nil, true, nil
 	}
+	e.asItShould = 0
 	defer func() {
 		e.syncing.Lock()
 		defer e.syncing.Unlock()
@@ -68,6 +100,9 @@ func (e *engine) CompareBeside(ctx context.Context) (found drift.Found, again bo
 		rest: map[names.Table]map[string]bool{}, part: map[names.Table][]xtables.Chain{}, size: map[names.Table]int{}}
 	if few, err := c.compare(); err != nil || !few {
 		return nil, true, err
+	}
+	if len(c.differs) == 0 {
+		e.asItShould = generation // If syncs have written meanwhile, it is another one now.
 	}
 	return c.repair()
 }
@@ -109,12 +144,12 @@ func (c *comparison) compare() (few bool, err error) {
 func (c *comparison) comparePart(t names.Table) (few bool, err error) {
 	part := c.part[t]
 	c.part[t], c.size[t] = nil, 0
-	list := make([]string, 0, len(part))
+	list, known := make([]string, 0, len(part)), make(xtables.Content, len(part))
 	for _, chain := range part {
-		list = append(list, chain.Name)
+		list, known[chain.Name] = append(list, chain.Name), chain.Rules
 		delete(c.rest[t], chain.Name)
 	}
-	actual, err := c.readings[t].Chains(c.ctx, list)
+	actual, err := c.readings[t].Chains(c.ctx, list, known)
 	if err != nil {
 		return false, err
 	}
@@ -153,6 +188,9 @@ func (c *comparison) note(changes []xtables.Change) (few bool) {
 	}
 	c.syncing.Lock()
 	defer c.syncing.Unlock()
+	if c.engine.full != c.full {
+		return true // A sync of everything has compared what there is, or failed: see repair.
+	}
 	c.differs = append(c.differs, c.untouched(changes)...)
 	return len(c.differs) <= mostBeside && !slices.ContainsFunc(c.differs, func(change xtables.Change) bool {
 		return change.Op != xtables.Write && (change.Op != xtables.Insert || xtables.Target(change.Rules[0]) == names.KubeletFirewall)

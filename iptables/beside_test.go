@@ -35,7 +35,7 @@ func (m *meddling) Read(ctx context.Context, t names.Table) (*xtables.Reading, e
 	if err != nil {
 		return nil, err
 	}
-	r.Chains = func(ctx context.Context, list []string) (xtables.Content, error) {
+	r.Chains = func(ctx context.Context, list []string, _ ...xtables.Content) (xtables.Content, error) {
 		out := xtables.Content{}
 		for _, name := range list {
 			if m.engine.syncing.TryLock() {
@@ -214,6 +214,45 @@ func TestCompareGivesWay(t *testing.T) {
 	if _, again, err := e.CompareBeside(t.Context()); !again || !xtables.IsRefused(err) || e.current != nil {
 		t.Errorf("where the repair fails: %t, %v", again, err)
 	}
+}
+
+// TestUnchanged: a comparison is spared where nothing at all has changed since one that found everything as it should be, and only there.
+func TestUnchanged(t *testing.T) {
+	t.Parallel()
+	inVariants(t, func(t *testing.T, v xtables.Variant) {
+		l := newLab(t, v, 60)
+		defer l.end()
+		compared := func(want bool, after string) {
+			t.Helper()
+			before := len(l.reports)
+			if got := l.backend.Unchanged(); got != (want && v == xtables.NFT) || got != (len(l.reports) > before) {
+				t.Errorf("after %s: unchanged: %t; %d reports", after, got, len(l.reports)-before)
+			}
+		}
+		compared(false, "a sync of everything")
+		l.compare()
+		compared(true, "a comparison")
+		compared(true, "that")
+		sp := plantest.LargeService(7, 1000, 2)
+		l.plan.Set(sp)
+		l.sync(plan.Only(plan.Keys{sp.Key: {}}))
+		compared(false, "a change")
+		l.compare()
+		compared(true, "a comparison after a change")
+		l.do("ip6tables-{} -w -t mangle -N OTHER")
+		compared(false, "a change of something else")
+		l.compare()
+		l.do("iptables-{} -w -t nat -F KUBE-MARK-MASQ")
+		compared(false, "a change of ours by others")
+		l.compare()
+		compared(false, "a repair")
+		l.compare()
+		e := l.backend.Engines[0]
+		e.refused = map[plan.Key]*refusal{sp.Key: {}}
+		compared(false, "a refusal that is due")
+		e.refused, e.current = nil, nil
+		compared(false, "a sync that failed")
+	})
 }
 
 // lockedKernel may be used concurrently.

@@ -52,14 +52,11 @@ var places = [dispatchers]place{
 // levels is how many chains deep the tree below a dispatcher's own chain may be.
 func (p place) levels() int { return xtables.MaxNesting - p.depth - p.tail }
 
-// A chain of a dispatcher lists its entries one by one while there are up to maxFlat. Beyond that it has a rule for each
-// value of the next four bits, that leads to a chain of its own unless not more than maxInline entries would be in it.
-// With 10,000 cluster IPs spread over a /16, a packet passes about 55 rules instead of 5,000, and a pod's address, which
-// is not in that range, one.
-const (
-	maxFlat   = 32
-	maxInline = 4
-)
+// A chain of a dispatcher lists its entries one by one while there are up to maxFlat. Beyond that it has a rule for each value of the next
+// four bits, which leads to a chain of its own unless a single entry would be in it. So a chain has few rules, which matters more than how
+// many chains there are: a change writes all rules of each chain that it changes. With 10,000 cluster IPs spread over a /16, that is 8 rules
+// of Services of two endpoints, and a packet passes about 30 rules instead of 5,000, and a pod's address, which is not in that range, one.
+const maxFlat = 16
 
 // protocolDigit stands for a protocol in a key.
 var protocolDigit = map[plan.Protocol]byte{plan.TCP: 0, plan.UDP: 1, plan.SCTP: 2}
@@ -118,7 +115,7 @@ func (n subtree) parts(branch func(subtree), inline func(*trie)) {
 	expand = func(t *trie) {
 		for _, kid := range t.kids {
 			switch {
-			case n.levels == 1 || !branches(kid):
+			case n.levels == 1 || kid.isEntry():
 				inline(kid)
 			case wide && inner(kid) && bits.Len(uint(kid.count)) > bits.Len(uint(n.count))-2:
 				expand(kid)
@@ -164,9 +161,6 @@ func (d *dispatch) walk(visit func(subtree)) {
 	}
 	down(d.top())
 }
-
-// branches reports whether a child of an inner trie becomes a chain of its own.
-func branches(kid *trie) bool { return kid.count > maxInline && !kid.isEntry() }
 
 // inner reports whether a trie's chain leads to further chains, rather than listing its entries.
 func inner(t *trie) bool { return t.count > maxFlat }

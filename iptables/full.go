@@ -26,10 +26,13 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	f := &fullSync{engine: e, ctx: ctx, actual: map[names.Table]xtables.Content{}, rules: rulesOf(p, e.family, e.options),
 		wanted: map[tableChainName]bool{}}
 	var err error
-	known := xtables.Desired{Chains: slices.Collect(f.rules.fixed())}.Content() // On a node that has rules, many are as these are to be.
+	var known map[names.Table]xtables.Content
 	for _, t := range tables {
 		if f.actual[t], err = e.Kernel.Save(ctx, t, known[t]); err != nil {
 			return err
+		}
+		if _, held := f.actual[t][names.Services]; held && known == nil { // The other table has many rules, most of them as they are to be.
+			known = xtables.Desired{Chains: slices.Collect(f.rules.fixed())}.Content()
 		}
 	}
 	if e.current != nil {
@@ -234,16 +237,16 @@ func (f *fullSync) writeAll(list []own) error {
 		}
 		return f.write(step)
 	}, Refused: func(o own, err error) { f.refuse(o.sp, false, err) }}
-	in := map[string]bool{}
+	var load xtables.Load
 	first := 0
 	for i, o := range list {
-		xtables.Names(in, o.changes...)
-		if f.Full(in) || i == len(list)-1 {
+		load.Add(o.changes...)
+		if f.Full(load) || i == len(list)-1 {
 			if err := search.Run(list[first : i+1]); err != nil {
 				return err
 			}
 			first = i + 1
-			clear(in)
+			load = xtables.Load{}
 		}
 	}
 	return f.confirm()

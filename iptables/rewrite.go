@@ -98,12 +98,14 @@ func (f *fullSync) dispatchAtOnce(todo []xtables.Change) (bool, error) {
 	for _, o := range f.rewrites {
 		step = append(step, o.changes...)
 	}
-	step = append(step, todo...)
-	in := map[string]bool{}
-	xtables.Names(in, step...)
-	if f.Full(in) {
-		return false, nil
+	var load xtables.Load
+	load.Add(step...)
+	for _, c := range todo {
+		if load.Add(c); f.Full(load) {
+			return false, nil
+		}
 	}
+	step = append(step, todo...)
 	err := f.write(inOrder(step, names.NAT, names.Filter))
 	if xtables.IsRefused(err) {
 		return false, nil // In steps it turns out by what.
@@ -141,19 +143,19 @@ func (f *fullSync) dispatchInSteps(todo []xtables.Change) error {
 // writeInSteps writes chains in order, not too many at a time.
 func (f *fullSync) writeInSteps(todo []xtables.Change) error {
 	var steps [][]xtables.Change
-	in := map[string]bool{}
+	var load xtables.Load
 	for _, c := range todo {
 		if n := len(steps); n == 0 || steps[n-1][0].Table != c.Table {
 			steps = append(steps, nil)
 		}
 		last := len(steps) - 1
 		steps[last] = append(steps[last], c)
-		if xtables.Names(in, c); f.Full(in) {
+		if load.Add(c); f.Full(load) {
 			if err := f.write(steps...); err != nil {
 				return err
 			}
 			steps = nil
-			clear(in)
+			load = xtables.Load{}
 		}
 	}
 	return f.write(steps...)

@@ -114,7 +114,7 @@ func parent(prefix key, kids []*trie) *trie {
 		return t
 	}
 	for _, kid := range kids {
-		if branches(kid) {
+		if !kid.isEntry() {
 			t.levels = max(t.levels, 1+kid.levels)
 		}
 	}

@@ -29,8 +29,8 @@ type Config struct {
 	Families []plan.Family
 	Backend  Backend
 	// MinSyncPeriod is the minimum time between the starts of two syncs; zero by default. A change that finds the Proxier idle is
-	// programmed at once. Changes that arrive during a sync go into the next one together. Under continuous changes, pauses are
-	// inserted so that in the long run syncs take up four fifths of the time.
+	// programmed at once, or, where syncs take long, with those that come close behind it. Changes that arrive during a sync go into
+	// the next one together. Under continuous changes, pauses are inserted so that in the long run syncs take up four fifths of the time.
 	MinSyncPeriod time.Duration
 	// CompareEvery is how often everything is compared with the kernel even if nothing changed, to repair what others have changed
 	// there; zero for never. If comparisons take long, they are less frequent: they take no more than one part in 200 of the time.
@@ -39,6 +39,9 @@ type Config struct {
 	// other syncs, repairs what it can, and reports whether a sync of everything has to follow. It runs in a goroutine of its own, once
 	// at a time, and returns soon after its context has ended.
 	Compare func(context.Context) (again bool)
+	// Unchanged, if not nil, reports whether nothing at all can have changed in the kernel since Compare has found everything as it should
+	// be. Then a comparison that only the time makes due is as good as done.
+	Unchanged func() bool
 	// Unfinished, if not nil, reports after a Sync whether the backend has made a part of a change only, so that others need not wait for all of it.
 	// Then the next Sync follows at once, also if nothing else has changed.
 	Unfinished func() bool
@@ -120,6 +123,16 @@ const (
 // longer than five quarters of burst, as they never owe more than burst.
 const burst = 500 * time.Millisecond
 
+// Before a sync of changes, others may gather that come close behind the first of them: where many Services change at once, the API server
+// tells of one after the other, and all others would wait for a sync of the first one alone. That ends when none has come for a part in
+// gatherShare of the time that a sync takes, or after a part in gatherMost. Where the former is less than gatherLeast, syncs take so little
+// time that they need not wait for anything.
+const (
+	gatherShare = 32
+	gatherMost  = 2
+	gatherLeast = 500 * time.Microsecond
+)
+
 // Proxier receives batches of objects, and syncs its backend whenever they change the plan.
 type Proxier struct {
 	cfg  Config
@@ -157,6 +170,7 @@ type Proxier struct {
 
 	mu      sync.Mutex
 	pending source.Batch
+	came    int               // how many batches have
 	first   Input             // what is in state already, and no sync has taken yet
 	since   time.Time         // when pending or first was first added to
 	synced  bool              // a batch with Synced has come
@@ -199,7 +213,7 @@ func New(cfg Config) *Proxier {
 // of the memory.
 func (p *Proxier) Apply(b source.Batch) {
 	p.mu.Lock()
-	if p.since.IsZero() {
+	if p.came++; p.since.IsZero() {
 		p.since = time.Now()
 	}
 	if p.synced = p.synced || b.Synced; p.synced {
@@ -320,6 +334,7 @@ func signal(c chan<- struct{}) {
 // Run keeps the backend in step until ctx ends. It leaves the rules in place when it returns: traffic continues without it.
 func (p *Proxier) Run(ctx context.Context) {
 	for p.wait(ctx) {
+		p.gather(ctx)
 		p.round(ctx)
 	}
 	p.log.end()
@@ -343,6 +358,19 @@ func (p *Proxier) compare(ctx context.Context) bool {
 		ended <- besideResult{comparison{time.Now(), time.Since(start)}, why, again}
 	}()
 	return false
+}
+
+// unchanged reports whether the comparison that is due would find nothing, and records it then. How long it took says nothing about the next
+// one, and so is not recorded.
+func (p *Proxier) unchanged() bool {
+	p.mu.Lock()
+	suspected := !p.suspectedFirst.IsZero()
+	p.mu.Unlock()
+	if suspected || p.cfg.Unchanged == nil || !p.cfg.Unchanged() {
+		return false
+	}
+	p.comparisons[suspectBurst-1].ended = time.Now()
+	return true
 }
 
 // compared records a comparison beside syncs, and reports whether a sync of everything has to follow.
@@ -377,6 +405,9 @@ func (p *Proxier) wait(ctx context.Context) bool {
 	for ctx.Err() == nil {
 		at := p.compareAt() // Another program may have changed something, also while a large change is being written.
 		if !at.IsZero() && !time.Now().Before(at) {
+			if p.unchanged() {
+				continue
+			}
 			if p.compare(ctx) {
 				p.full = true
 				return true
@@ -570,9 +601,7 @@ func (p *Proxier) pause(ctx context.Context, start time.Time, all bool) {
 	if !all {
 		p.took = [...]time.Duration{p.took[1], p.took[2], now.Sub(start)}
 	}
-	sorted := p.took
-	slices.Sort(sorted[:])
-	usual := sorted[1]
+	usual := p.usual()
 	if !all {
 		p.debt = min(p.debt+usual, burst)
 	}
@@ -589,6 +618,40 @@ func (p *Proxier) pause(ctx context.Context, start time.Time, all bool) {
 	case <-ctx.Done():
 	case <-time.After(left):
 	}
+}
+
+// usual is how long a sync of changes usually takes.
+func (p *Proxier) usual() time.Duration {
+	sorted := p.took
+	slices.Sort(sorted[:])
+	return sorted[1]
+}
+
+// gather waits for changes that come close behind the first of them.
+func (p *Proxier) gather(ctx context.Context) {
+	usual := p.usual()
+	quiet := usual / gatherShare
+	if quiet < gatherLeast || p.full || p.retry > 0 || p.more() {
+		return
+	}
+	for came, first := p.arrivals(); !first.IsZero() && time.Since(first) < usual/gatherMost; {
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(quiet):
+		}
+		before := came
+		if came, _ = p.arrivals(); came == before {
+			return
+		}
+	}
+}
+
+// arrivals returns how many batches have come, and when the first of those came that no sync has taken.
+func (p *Proxier) arrivals() (came int, first time.Time) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.came, p.since
 }
 
 // waiting reports whether there are batches that no sync has taken.

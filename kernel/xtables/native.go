@@ -92,9 +92,10 @@ var nativeChain = regexp.MustCompile("chain `([^']+)' in table `[^']+' is incomp
 // listByChain lists chains of a table, and returns those with native rules too. With counters, each line of a program is passed on as
 // well.
 func (t *Program) listByChain(
-	ctx context.Context, tbl names.Table, chains []string, counters func(line string),
+	ctx context.Context, tbl names.Table, chains []string, known []Content, counters func(line string),
 ) (Content, []string, error) {
 	content := Content{}
+	listed := reader{content: content, known: known}
 	var native, left, ours []string
 	ask := func(name string) error {
 		rules, err := NFTRules(t.Family, tbl, name)
@@ -122,9 +123,9 @@ func (t *Program) listByChain(
 	// What is not ours comes first: it is there that native rules are to be expected, and each costs another run for what is left.
 	left = append(left, ours...)
 	for runs := 0; len(left) > 0; runs++ {
-		err := t.listChains(ctx, tbl, left, func(line string) {
-			if content.Add(line); counters != nil {
-				counters(line)
+		err := t.listChains(ctx, tbl, left, func(line []byte) {
+			if listed.add(line); counters != nil {
+				counters(string(line))
 			}
 		}, counters != nil)
 		if err == nil {
@@ -156,7 +157,7 @@ func (t *Program) listByChain(
 }
 
 // listChains lists chains in one run. Where one of them can't be listed, those before it are.
-func (t *Program) listChains(ctx context.Context, tbl names.Table, names []string, line func(string), counters bool) error {
+func (t *Program) listChains(ctx context.Context, tbl names.Table, names []string, line func([]byte), counters bool) error {
 	list := "-S "
 	if counters {
 		list = "-v -S "
@@ -167,7 +168,7 @@ func (t *Program) listChains(ctx context.Context, tbl names.Table, names []strin
 		in.WriteString(list + name + "\n")
 	}
 	in.WriteString("COMMIT\n")
-	return t.read(ctx, t.RestorePath, in.String(), func(out io.Reader) error { return EachLine(out, line) }, "--noflush")
+	return t.read(ctx, t.RestorePath, in.String(), func(out io.Reader) error { return eachLine(out, line) }, "--noflush")
 }
 
 // deletion is a rule to remove from a chain with native rules.

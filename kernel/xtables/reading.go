@@ -15,8 +15,9 @@ import (
 type Reading struct {
 	// Names are the chains that the table had when the reading began.
 	Names []string
-	// Chains returns some chains, each as it was at one moment since then. Those that are not there any more are left out.
-	Chains func(ctx context.Context, names []string) (Content, error)
+	// Chains returns some chains, each as it was at one moment since then. Those that are not there any more are left out. Chains that are
+	// as in known share their rules with it.
+	Chains func(ctx context.Context, names []string, known ...Content) (Content, error)
 	// End is to be called when all chains have been read.
 	End func()
 }
@@ -25,7 +26,7 @@ type Reading struct {
 func ReadingOf(content Content) *Reading {
 	return &Reading{
 		Names: slices.Collect(maps.Keys(content)),
-		Chains: func(_ context.Context, list []string) (Content, error) {
+		Chains: func(_ context.Context, list []string, _ ...Content) (Content, error) {
 			out := make(Content, len(list))
 			for _, name := range list {
 				if rules, exists := content[name]; exists {
@@ -99,7 +100,7 @@ const (
 )
 
 // read lists chains.
-func (r *chainReader) read(ctx context.Context, wanted []string) (Content, error) {
+func (r *chainReader) read(ctx context.Context, wanted []string, known ...Content) (Content, error) {
 	out := Content{}
 	for len(wanted) > 0 {
 		some := wanted[:min(r.most, len(wanted))]
@@ -109,7 +110,7 @@ func (r *chainReader) read(ctx context.Context, wanted []string) (Content, error
 		}
 		var content Content
 		late, err := inTime(ctx, limit, func(ctx context.Context) (err error) {
-			content, err = r.some(ctx, some)
+			content, err = r.some(ctx, some, known)
 			return err
 		})
 		switch {
@@ -126,11 +127,11 @@ func (r *chainReader) read(ctx context.Context, wanted []string) (Content, error
 }
 
 // some lists chains in one go. If that fails, some may have gone.
-func (r *chainReader) some(ctx context.Context, wanted []string) (Content, error) {
+func (r *chainReader) some(ctx context.Context, wanted []string, known []Content) (Content, error) {
 	var failed error
 	for range listTries {
 		there := slices.DeleteFunc(slices.Clone(wanted), func(name string) bool { return !r.there[name] })
-		content, native, err := r.listByChain(ctx, r.table, there, r.counters)
+		content, native, err := r.listByChain(ctx, r.table, there, known, r.counters)
 		if err == nil {
 			r.native = append(r.native, native...)
 			return content, nil

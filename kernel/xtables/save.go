@@ -96,6 +96,24 @@ func changes() (since func() bool, end func()) {
 	}, func() { _ = c.Close() }
 }
 
+// Generation returns a number that changes whenever anything in nf_tables changes, whoever changes it; 0 for the legacy variant, and where
+// it is not known.
+func (t *Program) Generation() uint32 {
+	if t.Variant == Legacy {
+		return 0
+	}
+	c, err := nft.Dial()
+	if err != nil {
+		return 0
+	}
+	defer c.Close()
+	generation, err := c.Generation()
+	if err != nil {
+		return 0
+	}
+	return generation
+}
+
 // read runs a program that reads from the kernel, and passes on what it prints. The program is ended with ctx, and after saveTime.
 func (t *Program) read(ctx context.Context, path, input string, parse func(io.Reader) error, args ...string) error {
 	limited, cancel := context.WithTimeout(ctx, t.SaveTime)

@@ -12,8 +12,8 @@ import (
 )
 
 // Watch notices that other programs change tables of this program. The kernel sends a notification of each change of the nft variant
-// (notify.go). The legacy variant has none; the number of entries and bytes of a table is read instead (info.go), which costs next to
-// nothing, whatever the table's size. A Watch may be used concurrently.
+// (notify.go). The legacy variant has none; the number of entries and bytes of a table is read instead (info.go) whenever a program has
+// released the xtables lock (lock.go), and once a second besides. A Watch may be used concurrently.
 type Watch struct {
 	tables []watched
 
@@ -24,6 +24,7 @@ type Watch struct {
 	lost  bool             // whether one of those has fewer entries than before
 	last  time.Time        // when a suspicion was reported last
 	probe *infoSockets
+	every time.Duration // how often the sizes are read without a sign; of a Watch that polls
 }
 
 // watched is a table that belongs to a backend.
@@ -76,8 +77,12 @@ func (w *Watch) Open() (func(context.Context, func(string)), error) {
 		if err != nil {
 			return nil, err
 		}
+		released, err := openLockFile()
+		if w.every = PollInterval; err != nil {
+			w.every = pollOften
+		}
 		w.begin(probe, legacy)
-		all = append(all, w.poll)
+		all = append(all, func(ctx context.Context, suspect func(string)) { w.poll(ctx, released, suspect) })
 	}
 	return func(ctx context.Context, suspect func(string)) {
 		var wg sync.WaitGroup
@@ -88,11 +93,14 @@ func (w *Watch) Open() (func(context.Context, func(string)), error) {
 	}, nil
 }
 
-// PollInterval is how often the sizes of tables are read, and ReportInterval the least time between two suspicions, unless a table
+// PollInterval is how often the sizes of tables are read without a sign that a program has worked, as by one that takes no lock or another
+// one, and pollOften the same where there are no signs. A thread that wakes up wakes others in turn: four times a second is 30 of these.
+// ReportInterval is the least time between two suspicions, unless a table
 // has lost entries: those may be ours, and Services may be without rules, while a program that adds to its own rules all the time
 // is not to cost a comparison each time.
 const (
-	PollInterval   = 250 * time.Millisecond
+	PollInterval   = time.Second
+	pollOften      = 250 * time.Millisecond
 	ReportInterval = time.Second
 )
 
@@ -139,21 +147,25 @@ func (w *Watch) note() {
 	}
 }
 
-// poll looks at the sizes of tables now and then. Whoever replaces rules by as many of the same length goes unnoticed here.
-func (w *Watch) poll(ctx context.Context, suspect func(string)) {
+// poll looks at the sizes of tables now and then, and when the lock has been released. Whoever replaces rules by as many of the same length
+// goes unnoticed here.
+func (w *Watch) poll(ctx context.Context, lock *lockFile, suspect func(string)) {
+	released, end := lock.follow()
+	defer end()
 	defer func() {
 		w.mu.Lock()
 		defer w.mu.Unlock()
 		w.probe.close()
 		w.sizes, w.noted = nil, nil
 	}()
-	ticks := time.NewTicker(PollInterval)
+	ticks := time.NewTicker(w.every)
 	defer ticks.Stop()
 	for {
 		select {
 		case <-ctx.Done():
 			return
 		case <-ticks.C:
+		case <-released:
 		}
 		if other := w.Changed(); len(other) > 0 {
 			slices.Sort(other)

@@ -1,7 +1,11 @@
 package xtables
 
 import (
+	"context"
+	"path/filepath"
+	"sync"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -37,4 +41,24 @@ func TestChangesDuringSync(t *testing.T) {
 
 	sh(t, "iptables-legacy -w -t nat -F KUBE-A")
 	assert.Equal(t, []string{"table nat (IPv4)"}, w.Changed(), "fewer entries than before are told at once")
+}
+
+// TestLockReleased: what a program of the legacy variant has done is noticed when it ends, not at the next look.
+func TestLockReleased(t *testing.T) {
+	nstest.Enter(t)
+	t.Setenv("XTABLES_LOCKFILE", filepath.Join(t.TempDir(), "lock"))
+	var w Watch
+	w.Add(findProgram(t, Legacy, plan.IPv4), names.NAT)
+	sh(t, "iptables-legacy -w -t nat -N EARLIER")
+	follow, err := w.Open()
+	require.NoError(t, err)
+	w.every = time.Hour
+	ctx, cancel := context.WithCancel(t.Context())
+	told := make(chan string, 1)
+	var following sync.WaitGroup
+	following.Go(func() { follow(ctx, func(why string) { told <- why }) })
+	sh(t, "iptables-legacy -w -t nat -A EARLIER -j RETURN")
+	assert.Equal(t, "another program has changed table nat (IPv4)", <-told)
+	cancel()
+	following.Wait()
 }

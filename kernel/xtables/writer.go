@@ -4,7 +4,6 @@ import (
 	"context"
 	"log/slog"
 	"slices"
-	"strings"
 
 	"nodeproxy/kernel/names"
 )
@@ -37,6 +36,10 @@ type Writer struct {
 // (it keeps them in a list that it searches linearly), and below this size with the number of runs. The legacy variant
 // copies the whole table for every run, so there everything is written in one.
 const MaxNames = 300
+
+// rulesPerName is by how much the number of rules that one run should write exceeds that of names. The program keeps all of them in memory,
+// some kilobytes each, until it sends them to the kernel.
+const rulesPerName = 5
 
 // Writer returns one for the program's tables.
 func (t *Program) Writer(log *slog.Logger) *Writer {
@@ -93,20 +96,32 @@ func (w *Writer) run(input string) error {
 // refuses finds nothing, and takes two runs of iptables-restore for each thing.
 func (w *Writer) Works() bool { return w.Kernel.Restore("*nat\nCOMMIT\n") == nil }
 
-// Names adds the names that iptables-restore looks up for changes.
-func Names(in map[string]bool, changes ...Change) {
+// A Load is what one run of iptables-restore takes on. The zero Load is nothing.
+type Load struct {
+	names map[string]bool // of chains, and of what rules lead to: it looks them up
+	rules int
+}
+
+// Add adds changes.
+func (l *Load) Add(changes ...Change) {
+	if l.names == nil {
+		l.names = map[string]bool{}
+	}
 	for _, c := range changes {
-		in[c.Chain] = true
+		l.names[c.Chain] = true
+		l.rules += len(c.Rules)
 		for _, r := range c.Rules {
-			if i := strings.LastIndexByte(r, ' '); i >= 0 {
-				in[r[i+1:]] = true
+			if to := Target(r); to != "" {
+				l.names[to] = true
 			}
 		}
 	}
 }
 
-// Full reports whether so many names are as many as one run should see.
-func (w *Writer) Full(in map[string]bool) bool { return w.MaxNames > 0 && len(in) >= w.MaxNames }
+// Full reports whether a load is as much as one run should take on.
+func (w *Writer) Full(l Load) bool {
+	return w.MaxNames > 0 && (len(l.names) >= w.MaxNames || l.rules >= w.MaxNames*rulesPerName)
+}
 
 // Prune makes those of the changes that empty and remove stale chains. Chains may lead to each other, so all are emptied before any
 // goes. For each one that the kernel does not remove, stays is called, and the others are removed all the same: a rule that is
