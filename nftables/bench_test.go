@@ -139,7 +139,7 @@ func ownCount(i int) *plan.ServicePort {
 }
 
 // BenchmarkRestart is the first programming of Services, what a program that starts again takes to find all of it there, a sync after a change
-// of the node, and a comparison beside syncs.
+// of the node, a comparison beside syncs, and one more, before which nothing has changed.
 func BenchmarkRestart(b *testing.B) {
 	ctx := context.Background()
 	for _, size := range []struct{ services, endpoints, frontends int }{{10000, 2, 1}, {45000, 1, 1}, {5000, 50, 1}, {5000, 50, 3}} {
@@ -170,13 +170,15 @@ func BenchmarkRestart(b *testing.B) {
 				again, _ := testEngine(b, plan.IPv4)
 				timed("restart", func() error { return again.Sync(ctx, p, plan.Everything()) })
 				timed("settings", func() error { return again.Sync(ctx, p, plan.EveryService()) })
-				timed("compare", func() error {
-					found, more, err := again.CompareBeside(ctx)
-					if len(found) > 0 || more {
-						b.Fatal(found, more)
-					}
-					return err
-				})
+				for _, what := range []string{"compare", "unchanged"} {
+					timed(what, func() error {
+						found, more, err := again.CompareBeside(ctx)
+						if len(found) > 0 || more || again.unchanged != (what == "unchanged") {
+							b.Fatal(what, found, more)
+						}
+						return err
+					})
+				}
 			}
 			for what, all := range took {
 				b.ReportMetric(float64(all.Milliseconds())/float64(b.N), what+"-ms")

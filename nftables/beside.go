@@ -19,8 +19,9 @@ const mostBeside = 200
 // spareKindsMost is how many kinds may have a chain that no Service uses any more before a comparison removes them.
 const spareKindsMost = 64
 
-// snapshot begins a comparison; nil if it is not known what the kernel should hold.
-func (e *engine) snapshot() *snapshot {
+// snapshot begins a comparison, at a generation of nftables or later; nil if it is not known what the kernel should hold. Without a change
+// since all elements were as they should be, it shares them with the engine.
+func (e *engine) snapshot(generation uint32) *snapshot {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	s := e.known()
@@ -32,7 +33,10 @@ func (e *engine) snapshot() *snapshot {
 			return nil // It has to be tried again.
 		}
 	}
-	s.current, s.kinds, s.leftover = s.current.clone(), maps.Clone(s.kinds), maps.Clone(s.leftover)
+	s.generation, s.kinds, s.leftover = generation, maps.Clone(s.kinds), maps.Clone(s.leftover)
+	if s.version != e.verified {
+		s.current = s.current.clone()
+	}
 	e.touched = map[id]bool{}
 	return s
 }
@@ -41,7 +45,11 @@ func (e *engine) snapshot() *snapshot {
 // are, meanwhile.
 func (e *engine) began(k kernel) (s *snapshot, content *nft.Content, err error) {
 	for range mostReads {
-		if s = e.snapshot(); s == nil {
+		generation, err := k.Generation() // Whatever is written after the snapshot has another one.
+		if err != nil {
+			return nil, nil, err
+		}
+		if s = e.snapshot(generation); s == nil {
 			return nil, nil, nil
 		}
 		if content, err = k.Read(e.family, names.NFTables, e.sets, s.layout.chains()); err != nil {
@@ -58,8 +66,10 @@ func (e *engine) began(k kernel) (s *snapshot, content *nft.Content, err error) 
 }
 
 // CompareBeside is Compare for one family. The kernel lists a set in parts, between which it may change; so a listing only shows where to
-// look. What seems to differ is read once more by its key, and what syncs have written meanwhile is left to the next comparison.
+// look. What seems to differ is read once more by its key, and what syncs have written meanwhile is left to the next comparison. Where nobody
+// has changed anything in nftables since all elements were as they should be, they still are, and are not read.
 func (e *engine) CompareBeside(ctx context.Context) (found drift.Found, again bool, err error) {
+	e.unchanged = false
 	defer func() {
 		e.mu.Lock()
 		e.touched = nil
@@ -88,10 +98,13 @@ func (e *engine) CompareBeside(ctx context.Context) (found drift.Found, again bo
 	chainsOnly := intruders{chains: in.chains}
 	in.chains = nil
 	found = in.differences(e.family)
-	more, again, err := e.reading(k, content).repairElements(ctx, s)
-	if found = append(found, more...); again || err != nil {
-		return found, again, err
+	if e.unchanged = e.verified == s.version; !e.unchanged {
+		more, again, err := e.reading(k, content).repairElements(ctx, s)
+		if found = append(found, more...); again || err != nil {
+			return found, again, err
+		}
 	}
+	e.verified = s.version                                                            // What was repaired, or left to the next comparison, has changed it.
 	if again, err := e.expel(s, &chainsOnly, intruders.remove); again || err != nil { // An element that is gone now may have led to one.
 		return found, true, err
 	}

@@ -212,9 +212,13 @@ func (l *layout) elements(w written, used map[kind]bool) []element {
 
 // unsorted is elements, in any order.
 func (l *layout) unsorted(w written, used map[kind]bool) []element {
-	var out []element
+	return l.appendElements(nil, w, used)
+}
+
+// appendElements is unsorted, but appends them to out.
+func (l *layout) appendElements(out []element, w written, used map[kind]bool) []element {
 	if w.sp != nil {
-		out = make([]element, 0, len(w.sp.Frontends)*(2+w.numbered(false)))
+		out = slices.Grow(out, len(w.sp.Frontends)*(2+w.numbered(false)))
 		comment := nft.Comment(w.sp.Key.PortName())
 		for _, fe := range w.sp.Frontends {
 			if _, is := w.others[fe]; !is {

@@ -100,3 +100,34 @@ func TestCompareBesidePortions(t *testing.T) {
 		})
 	}
 }
+
+// TestUnchanged: a comparison that had nothing to read leaves those that have as rare as they are.
+func TestUnchanged(t *testing.T) {
+	t.Parallel()
+	const takes, every, unread = 5 * time.Second, 30 * time.Second, 5
+	synctest.Test(t, func(t *testing.T) {
+		var pauses []time.Duration // before each comparison
+		ended, unchanged := time.Now(), false
+		p, stop := start(t, Config{Backend: &recorder{start: time.Now()}, CompareEvery: every,
+			Compare: func(context.Context) bool {
+				pauses = append(pauses, time.Since(ended))
+				if unchanged = len(pauses)%unread == 0; !unchanged {
+					time.Sleep(takes)
+				}
+				ended = time.Now()
+				return false
+			},
+			Unchanged: func() bool { return unchanged }})
+		p.Apply(batch("a", 1, true))
+		time.Sleep(10 * compareShare * takes)
+		stop()
+		if len(pauses) < 2*unread {
+			t.Fatalf("%d comparisons", len(pauses))
+		}
+		for n, pause := range pauses[3:] { // The first ones are as rare as the first sync was long.
+			if pause != compareShare*takes {
+				t.Errorf("a pause of %v before comparison %d, want %v", pause, n+4, compareShare*takes)
+			}
+		}
+	})
+}

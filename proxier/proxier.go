@@ -39,6 +39,9 @@ type Config struct {
 	// other syncs, repairs what it can, and reports whether a sync of everything has to follow. It runs in a goroutine of its own, once
 	// at a time, and returns soon after its context has ended.
 	Compare func(context.Context) (again bool)
+	// Unchanged, if not nil, reports after a Compare whether it has not read everything, as nothing can have changed since the one before. Then
+	// how long it took says nothing about the next one.
+	Unchanged func() bool
 	// Unfinished, if not nil, reports after a Sync whether the backend has made a part of a change only, so that others need not wait for all of it.
 	// Then the next Sync follows at once, also if nothing else has changed.
 	Unfinished func() bool
@@ -353,6 +356,9 @@ func (p *Proxier) compared(r besideResult) bool {
 	}
 	if r.again {
 		p.why = Drift
+	}
+	if p.cfg.Unchanged != nil && p.cfg.Unchanged() {
+		r.took = p.comparisons[suspectBurst-1].took
 	}
 	copy(p.comparisons[:], p.comparisons[1:])
 	p.comparisons[suspectBurst-1] = r.comparison

@@ -192,7 +192,7 @@ func (d *daemon) build(f *front) error {
 	d.proxier = proxier.New(proxier.Config{
 		NodeName: cfg.NodeName, NodeIP: nodeIP(cfg), Settings: cfg.Settings, Families: d.backend.Families(),
 		Backend:    d.flows.After(d.backend, d.backend.unfinished),
-		MostAtOnce: d.backend.mostAtOnce, Compare: d.backend.compare, Unfinished: d.backend.unfinished,
+		MostAtOnce: d.backend.mostAtOnce, Compare: d.backend.compare, Unchanged: d.backend.unchanged, Unfinished: d.backend.unfinished,
 		MinSyncPeriod: cfg.MinSyncPeriod, CompareEvery: cfg.SyncPeriod, Observer: d.monitor, Report: unlessSaid(cfg, d.report), Log: d.log,
 	})
 	return nil

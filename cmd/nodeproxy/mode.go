@@ -81,6 +81,8 @@ type openMode struct {
 	mostAtOnce int
 	// compare is as in proxier.Config.
 	compare func(context.Context) bool
+	// unchanged is as in proxier.Config.
+	unchanged func() bool
 	// unfinished is as in proxier.Config.
 	unfinished func() bool
 	// run does the mode's work between syncs until ctx ends; nil if there is none. It calls resync when everything has to be
