@@ -104,7 +104,8 @@ func (e *engine) CompareBeside(ctx context.Context) (found drift.Found, again bo
 			return found, again, err
 		}
 	}
-	e.verified = s.version                                                            // What was repaired, or left to the next comparison, has changed it.
+	// What was repaired, or left to the next comparison, has changed the generation.
+	e.verified = s.version
 	if again, err := e.expel(s, &chainsOnly, intruders.remove); again || err != nil { // An element that is gone now may have led to one.
 		return found, true, err
 	}

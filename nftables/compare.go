@@ -48,7 +48,7 @@ func (s *snapshot) expected(used map[kind]bool) iter.Seq[element] {
 				return
 			}
 		}
-		users := map[netip.Addr]int{}
+		users := make(map[netip.Addr]int, s.current.len())
 		for _, sp := range s.refused {
 			count(sp, users, 1)
 		}
