@@ -140,12 +140,6 @@ func (b *Backend) Unfinished() bool {
 	return slices.ContainsFunc(b.Engines, func(e *engine) bool { return len(e.unfinished) > 0 })
 }
 
-// Unchanged reports whether the last Compare has read no elements, as nothing in nftables had changed since the one before. It must not be
-// called during a Compare.
-func (b *Backend) Unchanged() bool {
-	return !slices.ContainsFunc(b.Engines, func(e *engine) bool { return !e.unchanged })
-}
-
 // Leftovers lists the families that have a table of mode nftables in the network namespace of the calling thread.
 func Leftovers() ([]plan.Family, error) { return nft.FamiliesWith(names.NFTables) }
 

@@ -19,26 +19,60 @@ const mostBeside = 200
 // spareKindsMost is how many kinds may have a chain that no Service uses any more before a comparison removes them.
 const spareKindsMost = 64
 
-// snapshot begins a comparison, at a generation of nftables or later; nil if it is not known what the kernel should hold. Without a change
-// since all elements were as they should be, it shares them with the engine.
-func (e *engine) snapshot(generation uint32) *snapshot {
+// snapshot begins a comparison; nil if it is not known what the kernel should hold.
+func (e *engine) snapshot() *snapshot {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	s := e.known()
-	if s == nil || e.kernel == nil {
+	if !e.comparable() {
 		return nil
 	}
-	for _, r := range e.refused {
-		if !time.Now().Before(r.again) {
-			return nil // It has to be tried again.
-		}
-	}
-	s.generation, s.kinds, s.leftover = generation, maps.Clone(s.kinds), maps.Clone(s.leftover)
-	if s.version != e.verified {
-		s.current = s.current.clone()
-	}
+	s := e.known()
+	s.current, s.kinds, s.leftover = s.current.clone(), maps.Clone(s.kinds), maps.Clone(s.leftover)
 	e.touched = map[id]bool{}
 	return s
+}
+
+// comparable reports whether it is known what the kernel should hold, and no refused ServicePort has to be tried again.
+func (e *engine) comparable() bool {
+	for _, r := range e.refused {
+		if !time.Now().Before(r.again) {
+			return false
+		}
+	}
+	return e.current != nil && e.kernel != nil
+}
+
+// Unchanged reports whether nothing at all has changed in nftables, by whomever, since Compare has found everything as it should be. That
+// counts as another comparison. It must not be called during a Sync or Compare.
+func (b *Backend) Unchanged() bool {
+	begin := time.Now()
+	if slices.ContainsFunc(b.Engines, func(e *engine) bool { return !e.unchanged() }) {
+		return false
+	}
+	b.Report(drift.Report{Took: time.Since(begin)})
+	return true
+}
+
+// unchanged is Unchanged for one family. The clients that rules remember are no part of what is numbered.
+func (e *engine) unchanged() bool {
+	if !e.comparable() {
+		return false
+	}
+	k, err := e.reader()
+	if err != nil {
+		return false
+	}
+	defer k.Close()
+	generation, err := k.Generation()
+	if err != nil || e.verified != (version{generation, e.full}) {
+		return false
+	}
+	content, err := k.Read(e.family, names.NFTables, e.sets, nil)
+	if err != nil || content == nil {
+		return false
+	}
+	e.noteClients(content.Counts)
+	return true
 }
 
 // began begins a comparison, and reads what the table has beside elements. No sync should have changed any of it, nor how many elements there
@@ -49,9 +83,10 @@ func (e *engine) began(k kernel) (s *snapshot, content *nft.Content, err error) 
 		if err != nil {
 			return nil, nil, err
 		}
-		if s = e.snapshot(generation); s == nil {
+		if s = e.snapshot(); s == nil {
 			return nil, nil, nil
 		}
+		s.generation = generation
 		if content, err = k.Read(e.family, names.NFTables, e.sets, s.layout.chains()); err != nil {
 			return nil, nil, err
 		}
@@ -66,10 +101,8 @@ func (e *engine) began(k kernel) (s *snapshot, content *nft.Content, err error) 
 }
 
 // CompareBeside is Compare for one family. The kernel lists a set in parts, between which it may change; so a listing only shows where to
-// look. What seems to differ is read once more by its key, and what syncs have written meanwhile is left to the next comparison. Where nobody
-// has changed anything in nftables since all elements were as they should be, they still are, and are not read.
+// look. What seems to differ is read once more by its key, and what syncs have written meanwhile is left to the next comparison.
 func (e *engine) CompareBeside(ctx context.Context) (found drift.Found, again bool, err error) {
-	e.unchanged = false
 	defer func() {
 		e.mu.Lock()
 		e.touched = nil
@@ -98,11 +131,9 @@ func (e *engine) CompareBeside(ctx context.Context) (found drift.Found, again bo
 	chainsOnly := intruders{chains: in.chains}
 	in.chains = nil
 	found = in.differences(e.family)
-	if e.unchanged = e.verified == s.version; !e.unchanged {
-		more, again, err := e.reading(k, content).repairElements(ctx, s)
-		if found = append(found, more...); again || err != nil {
-			return found, again, err
-		}
+	more, again, err := e.reading(k, content).repairElements(ctx, s)
+	if found = append(found, more...); again || err != nil {
+		return found, again, err
 	}
 	// What was repaired, or left to the next comparison, has changed the generation.
 	e.verified = s.version

@@ -83,10 +83,8 @@ type engine struct {
 	// nil if there is none.
 	full    int
 	touched map[id]bool
-	// verified is when a comparison beside syncs last found all elements as they should be, and unchanged is set where the last one did not
-	// read them, as it was still so. Only comparisons use them.
-	verified  version
-	unchanged bool
+	// verified is when a comparison beside syncs last found everything as it should be. No sync uses it.
+	verified version
 	// unread are the sets in which there may be elements that nothing leads to, and that neither a sync nor a comparison has read.
 	unread [setCount]bool
 	backend.Comparison

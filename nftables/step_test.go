@@ -243,7 +243,7 @@ func TestStepsUseKinds(t *testing.T) {
 	synced(t, e, p, plan.Everything())
 	p.Set(many(50, 4, 25, 0))
 	synced(t, e, p, plan.Only(plan.Keys{many(50, 4, 25, 0).Key: {}}))
-	s, used := e.snapshot(0), map[kind]bool{}
+	s, used := e.snapshot(), map[kind]bool{}
 	_ = slices.Collect(s.expected(used))
 	require.NoError(t, syncWhole(e, p, plan.Only(nil)))
 	require.NoError(t, e.removeSpareKinds(ctx, s, used))

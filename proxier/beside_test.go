@@ -66,6 +66,49 @@ func TestCompareBeside(t *testing.T) {
 	})
 }
 
+// TestUnchanged: where nothing has changed, a comparison that is due is spared, but not one after a suspicion. How long the next one will take
+// is known from those that were made.
+func TestUnchanged(t *testing.T) {
+	t.Parallel()
+	const takes, period = time.Second, compareShare * time.Second
+	synctest.Test(t, func(t *testing.T) {
+		var unchanged atomic.Bool
+		var compared, asked atomic.Int32
+		p, stop := start(t, Config{Backend: &recorder{start: time.Now(), takes: takes}, CompareEvery: time.Second,
+			Unchanged: func() bool {
+				asked.Add(1)
+				return unchanged.Load()
+			},
+			Compare: func(context.Context) bool {
+				compared.Add(1)
+				time.Sleep(takes)
+				return false
+			}})
+		expect := func(what string, wantAsked, wantCompared int32) {
+			t.Helper()
+			synctest.Wait()
+			if asked.Load() != wantAsked || compared.Load() != wantCompared {
+				t.Fatalf("%s: asked %d times, compared %d times", what, asked.Load(), compared.Load())
+			}
+		}
+		p.Apply(batch("a", 1, true))
+		time.Sleep(period + takes + takes/2)
+		expect("something has changed", 1, 1)
+		unchanged.Store(true)
+		p.Suspect("a test says so")
+		time.Sleep(3 * takes)
+		expect("a suspicion", 1, 2)
+		time.Sleep(period)
+		expect("nothing has changed", 2, 2)
+		unchanged.Store(false)
+		time.Sleep(period - 2*takes)
+		expect("before the next one is due", 2, 2)
+		time.Sleep(takes)
+		expect("when it is due", 3, 3)
+		stop()
+	})
+}
+
 // TestCompareBesidePortions: what a comparison has found while a large change is programmed waits for the portion that is being written, and
 // for no other.
 func TestCompareBesidePortions(t *testing.T) {
@@ -99,35 +142,4 @@ func TestCompareBesidePortions(t *testing.T) {
 			}
 		})
 	}
-}
-
-// TestUnchanged: a comparison that had nothing to read leaves those that have as rare as they are.
-func TestUnchanged(t *testing.T) {
-	t.Parallel()
-	const takes, every, unread = 5 * time.Second, 30 * time.Second, 5
-	synctest.Test(t, func(t *testing.T) {
-		var pauses []time.Duration // before each comparison
-		ended, unchanged := time.Now(), false
-		p, stop := start(t, Config{Backend: &recorder{start: time.Now()}, CompareEvery: every,
-			Compare: func(context.Context) bool {
-				pauses = append(pauses, time.Since(ended))
-				if unchanged = len(pauses)%unread == 0; !unchanged {
-					time.Sleep(takes)
-				}
-				ended = time.Now()
-				return false
-			},
-			Unchanged: func() bool { return unchanged }})
-		p.Apply(batch("a", 1, true))
-		time.Sleep(10 * compareShare * takes)
-		stop()
-		if len(pauses) < 2*unread {
-			t.Fatalf("%d comparisons", len(pauses))
-		}
-		for n, pause := range pauses[3:] { // The first ones are as rare as the first sync was long.
-			if pause != compareShare*takes {
-				t.Errorf("a pause of %v before comparison %d, want %v", pause, n+4, compareShare*takes)
-			}
-		}
-	})
 }

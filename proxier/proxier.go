@@ -39,8 +39,8 @@ type Config struct {
 	// other syncs, repairs what it can, and reports whether a sync of everything has to follow. It runs in a goroutine of its own, once
 	// at a time, and returns soon after its context has ended.
 	Compare func(context.Context) (again bool)
-	// Unchanged, if not nil, reports after a Compare whether it has not read everything, as nothing can have changed since the one before. Then
-	// how long it took says nothing about the next one.
+	// Unchanged, if not nil, reports whether nothing at all can have changed in the kernel since Compare has found everything as it should
+	// be. Then a comparison that only the time makes due is as good as done.
 	Unchanged func() bool
 	// Unfinished, if not nil, reports after a Sync whether the backend has made a part of a change only, so that others need not wait for all of it.
 	// Then the next Sync follows at once, also if nothing else has changed.
@@ -348,6 +348,19 @@ func (p *Proxier) compare(ctx context.Context) bool {
 	return false
 }
 
+// unchanged reports whether the comparison that is due would find nothing, and records it then. How long it took says nothing about the next
+// one, and so is not recorded.
+func (p *Proxier) unchanged() bool {
+	p.mu.Lock()
+	suspected := !p.suspectedFirst.IsZero()
+	p.mu.Unlock()
+	if suspected || p.cfg.Unchanged == nil || !p.cfg.Unchanged() {
+		return false
+	}
+	p.comparisons[suspectBurst-1].ended = time.Now()
+	return true
+}
+
 // compared records a comparison beside syncs, and reports whether a sync of everything has to follow.
 func (p *Proxier) compared(r besideResult) bool {
 	p.beside = nil
@@ -356,9 +369,6 @@ func (p *Proxier) compared(r besideResult) bool {
 	}
 	if r.again {
 		p.why = Drift
-	}
-	if p.cfg.Unchanged != nil && p.cfg.Unchanged() {
-		r.took = p.comparisons[suspectBurst-1].took
 	}
 	copy(p.comparisons[:], p.comparisons[1:])
 	p.comparisons[suspectBurst-1] = r.comparison
@@ -383,6 +393,9 @@ func (p *Proxier) wait(ctx context.Context) bool {
 	for ctx.Err() == nil {
 		at := p.compareAt() // Another program may have changed something, also while a large change is being written.
 		if !at.IsZero() && !time.Now().Before(at) {
+			if p.unchanged() {
+				continue
+			}
 			if p.compare(ctx) {
 				p.full = true
 				return true

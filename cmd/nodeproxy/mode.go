@@ -81,7 +81,7 @@ type openMode struct {
 	mostAtOnce int
 	// compare is as in proxier.Config.
 	compare func(context.Context) bool
-	// unchanged is as in proxier.Config.
+	// unchanged is as in proxier.Config; nil if the mode can't tell.
 	unchanged func() bool
 	// unfinished is as in proxier.Config.
 	unfinished func() bool
