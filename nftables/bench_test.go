@@ -139,7 +139,7 @@ func ownCount(i int) *plan.ServicePort {
 }
 
 // BenchmarkRestart is the first programming of Services, what a program that starts again takes to find all of it there, a sync after a change
-// of the node, and a comparison beside syncs.
+// of the node, a comparison beside syncs, and one more, before which nothing has changed.
 func BenchmarkRestart(b *testing.B) {
 	ctx := context.Background()
 	for _, size := range []struct{ services, endpoints, frontends int }{{10000, 2, 1}, {45000, 1, 1}, {5000, 50, 1}, {5000, 50, 3}} {
@@ -176,6 +176,12 @@ func BenchmarkRestart(b *testing.B) {
 						b.Fatal(found, more)
 					}
 					return err
+				})
+				timed("unchanged", func() error {
+					if !again.unchanged() {
+						b.Fatal("something has changed")
+					}
+					return nil
 				})
 			}
 			for what, all := range took {

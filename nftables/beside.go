@@ -23,27 +23,70 @@ const spareKindsMost = 64
 func (e *engine) snapshot() *snapshot {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	s := e.known()
-	if s == nil || e.kernel == nil {
+	if !e.comparable() {
 		return nil
 	}
-	for _, r := range e.refused {
-		if !time.Now().Before(r.again) {
-			return nil // It has to be tried again.
-		}
-	}
+	s := e.known()
 	s.current, s.kinds, s.leftover = s.current.clone(), maps.Clone(s.kinds), maps.Clone(s.leftover)
 	e.touched = map[id]bool{}
 	return s
+}
+
+// comparable reports whether it is known what the kernel should hold, and no refused ServicePort has to be tried again.
+func (e *engine) comparable() bool {
+	for _, r := range e.refused {
+		if !time.Now().Before(r.again) {
+			return false
+		}
+	}
+	return e.current != nil && e.kernel != nil
+}
+
+// Unchanged reports whether nothing at all has changed in nftables, by whomever, since Compare has found everything as it should be. That
+// counts as another comparison. It must not be called during a Sync or Compare.
+func (b *Backend) Unchanged() bool {
+	begin := time.Now()
+	if slices.ContainsFunc(b.Engines, func(e *engine) bool { return !e.unchanged() }) {
+		return false
+	}
+	b.Report(drift.Report{Took: time.Since(begin)})
+	return true
+}
+
+// unchanged is Unchanged for one family. The clients that rules remember are no part of what is numbered.
+func (e *engine) unchanged() bool {
+	if !e.comparable() {
+		return false
+	}
+	k, err := e.reader()
+	if err != nil {
+		return false
+	}
+	defer k.Close()
+	generation, err := k.Generation()
+	if err != nil || e.verified != (version{generation, e.full}) {
+		return false
+	}
+	content, err := k.Read(e.family, names.NFTables, e.sets, nil)
+	if err != nil || content == nil {
+		return false
+	}
+	e.noteClients(content.Counts)
+	return true
 }
 
 // began begins a comparison, and reads what the table has beside elements. No sync should have changed any of it, nor how many elements there
 // are, meanwhile.
 func (e *engine) began(k kernel) (s *snapshot, content *nft.Content, err error) {
 	for range mostReads {
+		generation, err := k.Generation() // Whatever is written after the snapshot has another one.
+		if err != nil {
+			return nil, nil, err
+		}
 		if s = e.snapshot(); s == nil {
 			return nil, nil, nil
 		}
+		s.generation = generation
 		if content, err = k.Read(e.family, names.NFTables, e.sets, s.layout.chains()); err != nil {
 			return nil, nil, err
 		}
@@ -92,6 +135,8 @@ func (e *engine) CompareBeside(ctx context.Context) (found drift.Found, again bo
 	if found = append(found, more...); again || err != nil {
 		return found, again, err
 	}
+	// What was repaired, or left to the next comparison, has changed the generation.
+	e.verified = s.version
 	if again, err := e.expel(s, &chainsOnly, intruders.remove); again || err != nil { // An element that is gone now may have led to one.
 		return found, true, err
 	}

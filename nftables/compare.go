@@ -17,8 +17,8 @@ import (
 
 // snapshot is what the kernel should hold at one time.
 type snapshot struct {
+	version
 	layout   *layout
-	full     int
 	current  *contents
 	refused  []*plan.ServicePort // have their cluster IPs
 	kinds    map[kind]bool
@@ -31,7 +31,7 @@ func (e *engine) known() *snapshot {
 	if e.current == nil {
 		return nil
 	}
-	s := &snapshot{layout: e.layout, full: e.full, current: e.current, kinds: e.kinds, others: fixed(e.kinds), leftover: e.leftover}
+	s := &snapshot{version: version{full: e.full}, layout: e.layout, current: e.current, kinds: e.kinds, others: fixed(e.kinds), leftover: e.leftover}
 	maps.Copy(s.others, e.spareKinds)
 	for _, r := range e.refused {
 		maps.Copy(s.others, r.kept)
@@ -48,7 +48,7 @@ func (s *snapshot) expected(used map[kind]bool) iter.Seq[element] {
 				return
 			}
 		}
-		users := map[netip.Addr]int{}
+		users := make(map[netip.Addr]int, s.current.len())
 		for _, sp := range s.refused {
 			count(sp, users, 1)
 		}
@@ -60,8 +60,10 @@ func (s *snapshot) expected(used map[kind]bool) iter.Seq[element] {
 				return
 			}
 		}
+		var list []element // for one after the other
 		for _, w := range s.current.all() {
-			for _, el := range s.layout.unsorted(w, used) {
+			list = s.layout.appendElements(list[:0], w, used)
+			for _, el := range list {
 				if el.set != clusterIPs && !yield(el) {
 					return
 				}

@@ -145,6 +145,14 @@ func (w written) endpoints(local bool) []netip.AddrPort {
 	return addressesOf(w.listed(local))
 }
 
+// endpoint is one of endpoints.
+func (w written) endpoint(local bool, number int) netip.AddrPort {
+	if w.numbers != nil {
+		return w.endpoints(local)[number]
+	}
+	return w.listed(local)[number].Addr
+}
+
 // numbered is the length of endpoints.
 func (w written) numbered(local bool) int {
 	if w.numbers != nil {
@@ -212,9 +220,13 @@ func (l *layout) elements(w written, used map[kind]bool) []element {
 
 // unsorted is elements, in any order.
 func (l *layout) unsorted(w written, used map[kind]bool) []element {
-	var out []element
+	return l.appendElements(nil, w, used)
+}
+
+// appendElements is unsorted, but appends them to out.
+func (l *layout) appendElements(out []element, w written, used map[kind]bool) []element {
 	if w.sp != nil {
-		out = make([]element, 0, len(w.sp.Frontends)*(2+w.numbered(false)))
+		out = slices.Grow(out, len(w.sp.Frontends)*(2+w.numbered(false)))
 		comment := nft.Comment(w.sp.Key.PortName())
 		for _, fe := range w.sp.Frontends {
 			if _, is := w.others[fe]; !is {
@@ -260,13 +272,13 @@ func (l *layout) ofFrontend(out []element, w written, fe plan.Frontend, comment 
 // putEndpoints passes the endpoints of a frontend of kind k to put.
 func (w written) putEndpoints(name string, k kind, put func(set setID, key, data, comment string)) {
 	of := setsOf(k)
-	list := w.endpoints(k.local)[:k.count]
 	if k.affinity == 0 {
-		for i, a := range list {
-			put(of.plain, indexed(name, uint32(i)), endpointValue(a), "")
+		for n := range k.count {
+			put(of.plain, indexed(name, uint32(n)), endpointValue(w.endpoint(k.local, n)), "")
 		}
 		return
 	}
+	list := w.endpoints(k.local)[:k.count]
 	met := map[uint32]bool{}
 	for i, n := range identifiers(list) {
 		put(of.choice, indexed(name, uint32(i)), string(native(n)), "")

@@ -24,6 +24,7 @@ type kernel interface {
 	Sample(f plan.Family, table string, s nft.Set, each func(nft.Element) error) error
 	Element(f plan.Family, table string, s nft.Set, e nft.Element) (nft.Element, bool, error)
 	Find(f plan.Family, table string, keys []nft.ElementKey, each func(i int, e nft.Element, is bool) error) error
+	Generation() (uint32, error)
 	Close() error
 }
 
@@ -82,9 +83,18 @@ type engine struct {
 	// nil if there is none.
 	full    int
 	touched map[id]bool
+	// verified is when a comparison beside syncs last found everything as it should be. No sync uses it.
+	verified version
 	// unread are the sets in which there may be elements that nothing leads to, and that neither a sync nor a comparison has read.
 	unread [setCount]bool
 	backend.Comparison
+}
+
+// version is of what the kernel holds: it is the same as long as that has not changed, and no sync has begun that does not go by what was
+// written.
+type version struct {
+	generation uint32 // of nftables; never 0
+	full       int    // of the engine
 }
 
 // Family implements backend.Engine.

@@ -94,7 +94,7 @@ func TestSuspicionDuringComparison(t *testing.T) {
 // TestCompareEvery: without any suspicion everything is compared now and then; less often where that takes long.
 func TestCompareEvery(t *testing.T) {
 	t.Parallel()
-	for takes, want := range map[time.Duration]int{time.Millisecond: 10, time.Second: 1} {
+	for takes, want := range map[time.Duration]int{time.Millisecond: 10, 100 * time.Millisecond: 3} {
 		r := &recorder{takes: takes}
 		if n := compare(t, r, 30*time.Second, func(*Proxier) { time.Sleep(305 * time.Second) }); n != want {
 			t.Errorf("of %v each: %d in 305 s, want %d: %q", takes, n, want, r.calls)

@@ -21,6 +21,7 @@ import (
 	"nodeproxy/metrics"
 	"nodeproxy/node/flows"
 	"nodeproxy/node/health"
+	"nodeproxy/node/memory"
 	"nodeproxy/plan"
 	"nodeproxy/proxier"
 	"nodeproxy/source"
@@ -399,7 +400,12 @@ func (d *daemon) goBeside(ctx context.Context) {
 		}
 	})
 	d.running.Go(func() { d.flows.Run(ctx) })
-	d.running.Go(func() { d.saveMemory(ctx) })
+	d.running.Go(func() {
+		d.saveMemory(ctx)
+		if growthUnset() {
+			memory.CollectBetween(ctx, d.monitor.worked)
+		}
+	})
 }
 
 // open makes the source that the configuration asks for.

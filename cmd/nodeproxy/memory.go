@@ -15,6 +15,10 @@ import (
 // and a quarter of the memory is left to others.
 const heapGrowth = 40
 
+// lateGrowth is the same when the start is over, and most collections begin at half of it (memory.CollectBetween). The rest is room for what
+// 100 changes at once, or a comparison, leave behind.
+const lateGrowth = 50
+
 // limitMemory has garbage collected more often where this process comes near the limit of its container, unless the environment variable
 // GOMEMLIMIT says when. A quarter of the limit is left to what is not on the heap: the pages of the program, and what the kernel keeps for
 // it. Where that is too little for what there is, garbage is collected all the time while it is made, but never for more than half of the
@@ -34,13 +38,19 @@ func (d *daemon) saveMemory(ctx context.Context) {
 			return
 		case <-over:
 		}
-		if os.Getenv("GOGC") == "" {
+		if growthUnset() {
 			debug.SetGCPercent(heapGrowth)
 		}
 		releaseProgram(d.log)
 	}
 	debug.FreeOSMemory()
+	if growthUnset() {
+		debug.SetGCPercent(lateGrowth)
+	}
 }
+
+// growthUnset reports whether it is left to this program when garbage is collected.
+func growthUnset() bool { return os.Getenv("GOGC") == "" }
 
 func releaseProgram(log *slog.Logger) {
 	if err := memory.ReleaseProgram(); err != nil {

@@ -53,7 +53,7 @@ func openNFTables(c modeConfig) (*openMode, error) {
 		return nil, err
 	}
 	return &openMode{
-		backend: b, compare: b.Compare, unfinished: b.Unfinished, close: b.Close,
+		backend: b, compare: b.Compare, unchanged: b.Unchanged, unfinished: b.Unfinished, close: b.Close,
 		machine: func(_, near *plan.Plan, f plan.Family, _ func(netip.Addr) bool) (*packetsim.Machine, error) {
 			return b.Machine(near, f), nil
 		},

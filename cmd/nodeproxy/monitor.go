@@ -30,6 +30,8 @@ type monitor struct {
 	// all there is.
 	inSync, complete     chan struct{}
 	first, firstComplete func()
+	// worked has a value after each sync and comparison.
+	worked chan struct{}
 }
 
 // started is when this program began, whatever restarts in place came after.
@@ -40,7 +42,7 @@ var requests = metrics.NewRESTClient()
 
 func newMonitor(d *daemon, families []plan.Family, f *front) *monitor {
 	m := &monitor{metrics: d.metrics, backend: d.backend, services: f.services, history: &f.history,
-		inSync: make(chan struct{}), complete: make(chan struct{})}
+		inSync: make(chan struct{}), complete: make(chan struct{}), worked: make(chan struct{}, 1)}
 	m.first = sync.OnceFunc(func() { close(m.inSync) })
 	m.firstComplete = sync.OnceFunc(func() { close(m.complete) })
 	m.node = health.NewNode(health.NodeConfig{
@@ -81,6 +83,7 @@ func (m *monitor) Taken() {
 
 // Synced implements proxier.Observer.
 func (m *monitor) Synced(p *plan.Plan, change plan.Change, r proxier.Result) {
+	defer m.rest()
 	s := metrics.Sync{
 		Full: change.All(), Failed: r.Err != nil, Retry: r.Retry,
 		Stages: map[metrics.Stage]time.Duration{metrics.Apply: r.Apply, metrics.Plan: r.Plan},
@@ -118,6 +121,14 @@ func (m *monitor) Synced(p *plan.Plan, change plan.Change, r proxier.Result) {
 	}
 }
 
+// rest tells that nothing more follows from what was done.
+func (m *monitor) rest() {
+	select {
+	case m.worked <- struct{}{}:
+	default: // It has a value already.
+	}
+}
+
 // record adds a sync to the history.
 func (m *monitor) record(change plan.Change, r proxier.Result) {
 	written := map[string]int{}
@@ -137,6 +148,7 @@ func (m *monitor) Compared(why string, began time.Time, took time.Duration, agai
 		s.Reasons[0] = proxier.Drift
 	}
 	m.history.Add(s)
+	m.rest()
 }
 
 // conflict reports a program that listens where a Service captures the traffic, a problem as an event too.
