@@ -3,7 +3,11 @@ package apiserver
 import (
 	"cmp"
 	"fmt"
+	"net"
 	"net/url"
+	"os"
+	"strconv"
+	"time"
 
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
@@ -59,7 +63,35 @@ func NewClient(c ClientConfig) (*Client, error) {
 	return out, nil
 }
 
+const (
+	// connectTimeout is how long a connection may take to be made. The kernel sends its first packet again after one second and after three, so a
+	// server that is back is reached soon, and not only with the packet of its thirty-first second.
+	connectTimeout = 5 * time.Second
+	// A connection on which nothing has arrived for askAfter is asked for a sign of life, and given up without one for answerWithin: so long is
+	// a change late at most where packets are lost and nobody says so. By client-go's default it would be 45 seconds. Of one question every ten
+	// seconds, an API server with 5,000 nodes has 500 a second; while changes come, there are none.
+	askAfter, answerWithin = 10 * time.Second, 5 * time.Second
+)
+
+// setHealthChecks sets what client-go reads from the environment where that does not say otherwise.
+func setHealthChecks() error {
+	for name, d := range map[string]time.Duration{"HTTP2_READ_IDLE_TIMEOUT_SECONDS": askAfter, "HTTP2_PING_TIMEOUT_SECONDS": answerWithin} {
+		if os.Getenv(name) == "" {
+			if err := os.Setenv(name, strconv.Itoa(int(d.Seconds()))); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
 func newClient(cfg *rest.Config) (*Client, error) {
+	if err := setHealthChecks(); err != nil {
+		return nil, err
+	}
+	if cfg.Dial == nil {
+		cfg.Dial = (&net.Dialer{Timeout: connectTimeout}).DialContext
+	}
 	cfg.UserAgent = cmp.Or(cfg.UserAgent, rest.DefaultKubernetesUserAgent())
 	if cfg.QPS > 0 {
 		cfg.RateLimiter = flowcontrol.NewTokenBucketRateLimiter(cfg.QPS, cfg.Burst) // one for all groups
