@@ -4,9 +4,8 @@ import (
 	"cmp"
 	"fmt"
 	"net"
+	"net/http"
 	"net/url"
-	"os"
-	"strconv"
 	"time"
 
 	v1 "k8s.io/api/core/v1"
@@ -17,6 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/runtime/serializer"
+	utilnet "k8s.io/apimachinery/pkg/util/net"
 	utilruntime "k8s.io/apimachinery/pkg/util/runtime"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
@@ -73,25 +73,26 @@ const (
 	askAfter, answerWithin = 10 * time.Second, 5 * time.Second
 )
 
-// setHealthChecks sets what client-go reads from the environment where that does not say otherwise.
-func setHealthChecks() error {
-	for name, d := range map[string]time.Duration{"HTTP2_READ_IDLE_TIMEOUT_SECONDS": askAfter, "HTTP2_PING_TIMEOUT_SECONDS": answerWithin} {
-		if os.Getenv(name) == "" {
-			if err := os.Setenv(name, strconv.Itoa(int(d.Seconds()))); err != nil {
-				return err
-			}
+// adjusted sets how client-go's transport uses its connections.
+func adjusted(rt http.RoundTripper) http.RoundTripper {
+	inner := rt
+	for {
+		switch t := inner.(type) {
+		case utilnet.RoundTripperWrapper:
+			inner = t.WrappedRoundTripper()
+			continue
+		case *http.Transport:
+			t.HTTP2 = &http.HTTP2Config{SendPingTimeout: askAfter, PingTimeout: answerWithin}
 		}
+		return rt
 	}
-	return nil
 }
 
 func newClient(cfg *rest.Config) (*Client, error) {
-	if err := setHealthChecks(); err != nil {
-		return nil, err
-	}
 	if cfg.Dial == nil {
 		cfg.Dial = (&net.Dialer{Timeout: connectTimeout}).DialContext
 	}
+	cfg.Wrap(adjusted)
 	cfg.UserAgent = cmp.Or(cfg.UserAgent, rest.DefaultKubernetesUserAgent())
 	if cfg.QPS > 0 {
 		cfg.RateLimiter = flowcontrol.NewTokenBucketRateLimiter(cfg.QPS, cfg.Burst) // one for all groups
