@@ -1,6 +1,7 @@
 package apiserver
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -54,7 +55,7 @@ type stream struct {
 // message is what comes by a stream. The first one says only that the API server has begun to answer.
 type message struct {
 	watch.Event
-	// listed is the version of a list all of whose objects have come.
+	// listed is the version of a list all of whose objects have come; "0", for any, where it has none.
 	listed string
 	err    error
 }
@@ -169,7 +170,7 @@ func (r *resource) forwardEvents(ctx context.Context, w watch.Interface, s *stre
 			if o, err := meta.Accessor(e.Object); err != nil {
 				return fmt.Errorf("event %s: %w", e.Type, err)
 			} else if e.Type == watch.Bookmark && o.GetAnnotations()[metav1.InitialEventsAnnotationKey] == "true" {
-				m.listed = o.GetResourceVersion()
+				m.listed = cmp.Or(o.GetResourceVersion(), "0")
 			}
 			if !s.send(ctx, m) {
 				return ctx.Err()
@@ -203,6 +204,6 @@ func (r *resource) forwardList(ctx context.Context, q request, s *stream) error 
 	if err != nil {
 		return fmt.Errorf("list from the API server: %w", err)
 	}
-	s.send(ctx, message{listed: l.GetResourceVersion()})
+	s.send(ctx, message{listed: cmp.Or(l.GetResourceVersion(), "0")})
 	return io.EOF
 }
