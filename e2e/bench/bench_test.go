@@ -39,7 +39,7 @@ func TestSmallRun(t *testing.T) {
 		"ask -services=200 -rounds=1 -changes=1 -blocks=1",
 		"api -backend=nft" + atIt,
 		"api -backend=legacy -only=nodeproxy -disturb=all" + atIt,
-		"api -mode=nftables -disturb=tables,relist" + atIt,
+		"api -short -markdown -mode=nftables -disturb=tables,relist" + atIt,
 		"nftables -services=100 -rounds=1" + few,
 		"ipvs -services=20 -changes=2 -kube-proxy-changes=1 -turns=1 -together=5 -rate=10 -rate-duration=2s -idle=1s -vips=100",
 	} {
@@ -58,7 +58,7 @@ func TestFlagsAreChecked(t *testing.T) {
 		"ask -services=99", "ask -services=15838", "ask -rounds=0", "ask -changes=0", "ask -blocks=0", "ask -mode=userspace",
 		"api -services=100", "api -services=15838", "api -turns=0", "api -turns=21", "api -additions=3", "api -backend=nft2", "api -mode=ipvs",
 		"api -only=kubeproxy", "api -disturb=everything", "api -together=101", "api -settle=-1s", "api -rate=0", "api -rate-duration=1ms", "api -services=10000,20000",
-		"api -services=1000 -rate=500 -rate-duration=2500ms",
+		"api -services=1000 -rate=500 -rate-duration=2500ms", "api -services=1000 -rate-duration=1h", "nftables -short", "api -short -turns=9",
 		"ipvs -services=x", "ipvs -services=500,500", "ipvs -turns=9", "ipvs -parts=all", "ipvs -idle=1ms", "ipvs -vips=100000",
 		"nftables -endpoints=0", "nftables -kube-proxy-changes=0", "nftables -limit=1ms", "nftables -only=services",
 	} {
@@ -117,6 +117,20 @@ func TestRowsAreJudgedByTheirGoals(t *testing.T) {
 	}
 }
 
+// TestMarkdown: a table as Markdown has it has as many cells in each line.
+func TestMarkdown(t *testing.T) {
+	t.Parallel()
+	var out strings.Builder
+	table := newTable(&out)
+	table.markdown = true
+	table.head("sizes", nodeProxy, kubeProxy, "ratio", "goal", "")
+	table.compare([]row{{what: "what", key: "k", show: count, part: 20}}, figures{"k": 1}, figures{"k": 40})
+	require.NoError(t, table.Flush())
+	if want := "| sizes | nodeproxy | kube-proxy | ratio | goal |  |\n|---|---|---|---|---|---|\n| what | 1 | 40 | 1/40 | <= 1/20 | met |\n"; out.String() != want {
+		t.Errorf("got\n%swant\n%s", out.String(), want)
+	}
+}
+
 // TestEveryRowHasAFigure: what a row shows is what a node's series or a step has, by the same name.
 func TestEveryRowHasAFigure(t *testing.T) {
 	t.Parallel()
@@ -129,7 +143,7 @@ func TestEveryRowHasAFigure(t *testing.T) {
 	}
 	n.summarize()
 	for _, key := range []string{
-		"cold", "cold cpu", "cold peak", "cold synced", "written", "idle", "wake-ups", "compared", "resident", "peak", "grown", "first", "last", "rate", "first times", "last times", "rate times",
+		"cold", "cold cpu", "cold peak", "churned", "cold synced", "written", "idle", "wake-ups", "compared", "resident", "peak", "grown", "first", "last", "rate", "first times", "last times", "rate times",
 	} {
 		n.figures[key] = 1
 	}

@@ -25,24 +25,31 @@ import (
 type scenario struct {
 	name     string
 	defaults string // of the flags that it has, NAME=VALUE each
+	short    string // what -short sets; "" if there is none
 	run      func(context.Context, *options) (missed int)
 }
 
 var scenarios = []scenario{
-	{"iptables", "services=10000 endpoints=1000 wide=1000 changes=31 rounds=9 backend=nft,legacy only=services,endpoints,wide v=false", runSuites},
-	{"ask", "services=10000 rounds=20 changes=15 blocks=5 mode=nftables", runQuestions},
+	{"iptables", "services=10000 endpoints=1000 wide=1000 changes=31 rounds=9 backend=nft,legacy only=services,endpoints,wide v=false", "", runSuites},
+	{"ask", "services=10000 rounds=20 changes=15 blocks=5 mode=nftables", "", runQuestions},
 	{"api", "services=10000 endpoints=2 changes=120 kube-proxy-changes=20 additions=32 turns=4 settle=1.2s together=100 rate=20 " +
-		"rate-duration=1m disturb=none idle=2m mode=iptables backend=nft only=nodeproxy,kube-proxy limit=10m", comparison{
+		"rate-duration=1m disturb=none idle=2m mode=iptables backend=nft only=nodeproxy,kube-proxy limit=10m markdown=false", shortRun +
+		" additions=8", comparison{
 		prober: prober, complete: (*bench).awaitAll, turn: []step{changes, additions, together}, last: lastSteps, rows: apiRows, note: apiNote,
 	}.run},
 	{"ipvs", "services=1500,10000 endpoints=2 changes=200 kube-proxy-changes=4 turns=2 settle=20ms together=100 rate=20 rate-duration=1m " +
-		"disturb=none idle=2m mode=ipvs only=nodeproxy,kube-proxy limit=10m parts=proxies,vips vips=20000 inside=false", runOnIPVS},
+		"disturb=none idle=2m mode=ipvs only=nodeproxy,kube-proxy limit=10m parts=proxies,vips vips=20000 inside=false markdown=false", shortRun +
+		" services=10000 parts=proxies", runOnIPVS},
 	{"nftables", "services=10000 endpoints=2 changes=200 kube-proxy-changes=8 turns=2 rounds=9 settle=50ms mode=nftables " +
-		"only=nodeproxy,kube-proxy,iptables limit=20m", comparison{
+		"only=nodeproxy,kube-proxy,iptables limit=20m markdown=false", "", comparison{
 		prober: prober, without: true, complete: (*bench).awaitSynced, turn: []step{changes, memory, syncs}, finally: (*bench).connect,
 		rows: nftablesRows, legend: nftablesLegend,
 	}.run},
 }
+
+// shortRun is a run under all disturbances in about ten minutes: with fewer changes, and with half a minute of each disturbance, in which
+// everything is listed again twice. A p99 is then of 600 changes, of which 6 may be late.
+const shortRun = "changes=40 kube-proxy-changes=8 turns=2 rate-duration=30s idle=1m disturb=all"
 
 // lastSteps come when the turns are over.
 var lastSteps = []step{steady, disturbed, idle, memory}
@@ -68,7 +75,7 @@ type options struct {
 	settle, rateDuration, idle, limit                                                              time.Duration
 	mode, binary, against                                                                          string
 	backends, disturb, only, parts                                                                 []string
-	verbose, inside                                                                                bool
+	verbose, inside, markdown                                                                      bool
 }
 
 // setting is a flag. What a number may be is between least and most, and a word is one of those.
@@ -104,6 +111,7 @@ func (o *options) settings() []setting {
 		{"only", "what to measure, where that is not all", &o.only, 0, 0, ""},
 		{"parts", "the same", &o.parts, 0, 0, ""},
 		{"v", "print every single value of what is summarised", &o.verbose, 0, 0, ""},
+		{"markdown", "print tables as Markdown has them", &o.markdown, 0, 0, ""},
 		{"inside", "this is the right kernel, and all is built", &o.inside, 0, 0, ""},
 	}
 }
@@ -167,9 +175,22 @@ func parse(args []string) (*scenario, *options, error) {
 	flags.StringVar(&o.binary, "binary", "", "the nodeproxy to measure; by default $NODEPROXY_BIN, or one built for this run")
 	flags.StringVar(&o.against, "against", "", "another nodeproxy to compare with, in place of kube-proxy; goals are not judged then")
 	settings := o.settings()
-	for _, field := range strings.Fields(s.defaults) {
+	named := func(field string) (f setting, value string) {
 		name, value, _ := strings.Cut(field, "=")
-		f := settings[slices.IndexFunc(settings, func(f setting) bool { return f.name == name })]
+		return settings[slices.IndexFunc(settings, func(f setting) bool { return f.name == name })], value
+	}
+	if s.short != "" {
+		flags.BoolFunc("short", "set "+s.short+"; flags after it go before that", func(string) (err error) {
+			for _, field := range strings.Fields(s.short) {
+				f, value := named(field)
+				err = errors.Join(err, f.set(value))
+			}
+			return err
+		})
+	}
+	for _, field := range strings.Fields(s.defaults) {
+		f, value := named(field)
+		name := f.name
 		if name == "only" || name == "parts" {
 			f.words = strings.ReplaceAll(value, ",", " ") // By default it is all.
 		}
@@ -206,8 +227,8 @@ func (o *options) validate(name string) error {
 	wrong.reject(o.turns > o.changes || o.theirChanges > 0 && o.turns > o.theirChanges || o.additions > 0 && o.turns > o.additions,
 		"-turns=%d: there is not a change for each", o.turns)
 	// One that changes again before it was seen to have changed would never be seen.
-	atOnce := max(int(o.rateDuration.Seconds()*float64(o.rate)), o.together)
-	wrong.reject(o.services[0] < atOnce, "-services=%d: it takes %d at least, as each may change only once", o.services[0], atOnce)
+	atOnce := max(int(min(o.rateDuration, time.Minute).Seconds()*float64(o.rate)), o.together)
+	wrong.reject(o.services[0] < atOnce, "-services=%d: it takes %d at least, as each may change once a minute", o.services[0], atOnce)
 	switch name {
 	case "api":
 		wrong.reject(len(o.backends) > 1, "-backend: one only")

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"time"
 
+	"nodeproxy/e2e/machine"
 	"nodeproxy/e2e/probe"
 )
 
@@ -21,6 +22,9 @@ type outstanding struct {
 // steady is the step of changes at a pace, and nothing else.
 func steady(ctx context.Context, b *bench, n *node, _ int) {
 	n.counted("paced", func() { b.paced(ctx, n, "paced") })
+	now, _, err := machine.Memory(n.process.PID)
+	check(err)
+	n.figures["churned"] = float64(now)
 }
 
 // paced makes changes as bench.change does, but b.rate times a second, whether the change before has taken effect or not.
@@ -74,9 +78,13 @@ func probeAll(
 		for more := true; open && more; {
 			select {
 			case c, ok := <-made:
-				if open = ok; ok {
-					waiting = append(waiting, c)
+				if open = ok; !ok {
+					break
 				}
+				if slices.ContainsFunc(waiting, func(other *outstanding) bool { return other.service == c.service }) {
+					return nil, fmt.Errorf("service %s changes again before it was seen to have changed: there are too few", c.service.name)
+				}
+				waiting = append(waiting, c)
 			default:
 				more = false
 			}

@@ -8,7 +8,7 @@ import (
 
 // print adds a part for each number of Services, with what the scenario has of notes.
 func (c comparison) print(t *table, o *options, results [][]figures) {
-	t.limit = o.limit
+	t.limit, t.markdown = o.limit, o.markdown
 	columns := []string{nodeProxy, kubeProxy}
 	if t.ungraded = o.against != ""; t.ungraded {
 		columns[1] = another
@@ -17,8 +17,8 @@ func (c comparison) print(t *table, o *options, results [][]figures) {
 		columns = append(columns, "mode iptables", noProxy, noRules)
 	}
 	for i, r := range results {
-		t.line(fmt.Sprintf("%d Services x %d endpoints, mode %s", o.services[i], o.endpoints, o.modeName()),
-			strings.Join(columns, "\t"), "ratio", "goal", "")
+		heading := fmt.Sprintf("%d Services x %d endpoints, mode %s", o.services[i], o.endpoints, o.modeName())
+		t.head(slices.Concat([]string{heading}, columns, []string{"ratio", "goal", ""})...)
 		t.compare(c.rows(o, i == len(results)-1), r...)
 		if len(results) > 1 {
 			t.line("", "", "", "", "", "")
@@ -79,6 +79,7 @@ func worstRows(o *options) []row {
 		row{what: "  wake-ups of its threads", key: "wake-ups", show: rate},
 		row{what: "  comparisons meanwhile", key: "compared", show: count, alone: true},
 		row{what: "resident memory, at its highest until the cold start is over", key: "cold peak", show: mebibytes},
+		row{what: fmt.Sprintf("  after these %s of %d changes/s", o.rateDuration, o.rate), key: "churned", show: mebibytes},
 		row{what: "  at its highest in all", key: "peak", show: mebibytes, most: peakGoals[[2]int{slices.Max(o.services), o.endpoints}]},
 		row{what: "  in the end", key: "resident", show: mebibytes, part: 2},
 		row{what: "    by the highest of the cold start", key: "grown", show: times, most: 1, alone: true},

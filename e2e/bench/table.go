@@ -36,12 +36,26 @@ type table struct {
 	missed   int
 	limit    time.Duration // what an infinite figure is above
 	ungraded bool          // Goals are left out.
+	markdown bool
 }
 
 func newTable(w io.Writer) *table { return &table{Writer: tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)} }
 
 // line adds one.
-func (t *table) line(cells ...string) { fmt.Fprintln(t, strings.Join(cells, "\t")) }
+func (t *table) line(cells ...string) {
+	if t.markdown {
+		fmt.Fprintln(t, "| "+strings.Join(cells, " | ")+" |")
+		return
+	}
+	fmt.Fprintln(t, strings.Join(cells, "\t"))
+}
+
+// head adds the first line.
+func (t *table) head(cells ...string) {
+	if t.line(cells...); t.markdown {
+		fmt.Fprintln(t, strings.Repeat("|---", len(cells))+"|")
+	}
+}
 
 // verdict is what the table says of a goal.
 func (t *table) verdict(met bool) string {

@@ -3,7 +3,10 @@ package apiserver
 import (
 	"cmp"
 	"fmt"
+	"net"
+	"net/http"
 	"net/url"
+	"time"
 
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
@@ -13,6 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/runtime/serializer"
+	utilnet "k8s.io/apimachinery/pkg/util/net"
 	utilruntime "k8s.io/apimachinery/pkg/util/runtime"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
@@ -59,7 +63,36 @@ func NewClient(c ClientConfig) (*Client, error) {
 	return out, nil
 }
 
+const (
+	// connectTimeout is how long a connection may take to be made. The kernel sends its first packet again after one second and after three, so a
+	// server that is back is reached soon, and not only with the packet of its thirty-first second.
+	connectTimeout = 5 * time.Second
+	// A connection on which nothing has arrived for askAfter is asked for a sign of life, and given up without one for answerWithin: so long is
+	// a change late at most where packets are lost and nobody says so. By client-go's default it would be 45 seconds. Of one question every ten
+	// seconds, an API server with 5,000 nodes has 500 a second; while changes come, there are none.
+	askAfter, answerWithin = 10 * time.Second, 5 * time.Second
+)
+
+// adjusted sets how client-go's transport uses its connections.
+func adjusted(rt http.RoundTripper) http.RoundTripper {
+	inner := rt
+	for {
+		switch t := inner.(type) {
+		case utilnet.RoundTripperWrapper:
+			inner = t.WrappedRoundTripper()
+			continue
+		case *http.Transport:
+			t.HTTP2 = &http.HTTP2Config{SendPingTimeout: askAfter, PingTimeout: answerWithin}
+		}
+		return rt
+	}
+}
+
 func newClient(cfg *rest.Config) (*Client, error) {
+	if cfg.Dial == nil {
+		cfg.Dial = (&net.Dialer{Timeout: connectTimeout}).DialContext
+	}
+	cfg.Wrap(adjusted)
 	cfg.UserAgent = cmp.Or(cfg.UserAgent, rest.DefaultKubernetesUserAgent())
 	if cfg.QPS > 0 {
 		cfg.RateLimiter = flowcontrol.NewTokenBucketRateLimiter(cfg.QPS, cfg.Burst) // one for all groups

@@ -48,9 +48,9 @@ func (r *resource) load(ctx context.Context) (out source.Batch, err error) {
 		return out, cmp.Or(context.Cause(ctx), err)
 	}
 	err = meta.EachListItem(list, func(obj runtime.Object) error {
-		name, _, err := identify(obj)
+		name, _ := identify(obj)
 		r.put(&out, name, obj)
-		return err
+		return nil
 	})
 	return out, err
 }

@@ -8,12 +8,9 @@ import (
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/rest"
-	"k8s.io/client-go/tools/cache"
 
 	"nodeproxy/source"
 )
@@ -43,6 +40,7 @@ type resource struct {
 	group       string
 	askAgain    time.Duration
 	unavailable func()
+	answers     *answers // of all resources
 
 	mu    sync.Mutex
 	state source.Watch
@@ -72,6 +70,7 @@ func (r *resource) heard() {
 	r.heardAt, r.failing, r.state.Failure, r.missing = now, time.Time{}, "", false
 	r.mu.Unlock()
 	if !since.IsZero() {
+		r.answers.came()
 		r.log.Info("the API server answers again", "resource", r.name, "after", now.Sub(since).Round(time.Millisecond))
 	}
 }
@@ -126,34 +125,4 @@ func (r *resource) synced() bool {
 	first := !r.state.Synced
 	r.state.Synced = true
 	return first
-}
-
-// listWatch returns the requests of a reflector for the objects.
-func (r *resource) listWatch() cache.ListerWatcher {
-	return &cache.ListWatch{
-		ListWithContextFunc: func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
-			ctx, cancel := context.WithTimeoutCause(ctx, requestTimeout, errNoAnswer)
-			defer cancel()
-			list, err := r.list(ctx, o)
-			if err != nil {
-				err = because(ctx, err)
-				r.failed("list", err)
-				return nil, err
-			}
-			r.heard()
-			return list, nil
-		},
-		WatchFuncWithContext: func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
-			w, err := r.openWatch(ctx, o)
-			if o.SendInitialEvents != nil && apierrors.IsInvalid(err) {
-				r.log.Debug("the API server does not stream lists; they are requested as a whole", "resource", r.name)
-				return nil, err
-			}
-			if err != nil {
-				r.failed("watch", err)
-				return nil, err
-			}
-			return w, nil
-		},
-	}
 }

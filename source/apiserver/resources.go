@@ -47,8 +47,9 @@ func resources(cfg Config) []*resource {
 		put:      func(b *source.Batch, name types.NamespacedName, obj any) { put(&b.ServiceCIDRs, name.Name, obj) },
 		optional: true, group: networking.GroupName, askAgain: cmp.Or(cfg.askAgain, askAgain),
 	}}
+	all := &answers{}
 	for _, r := range out {
-		r.silence, r.log = cfg.Silence, cfg.Log
+		r.silence, r.log, r.answers = cfg.Silence, cfg.Log, all
 	}
 	return out
 }

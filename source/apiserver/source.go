@@ -1,8 +1,9 @@
 // Package apiserver delivers the Services, EndpointSlices and ServiceCIDRs of a cluster, and the Node that this program runs
 // on, as they change at the API server.
 //
-// It uses client-go's reflectors, the part of an informer that lists and watches, without an informer's cache: the proxier keeps
-// what it needs of an object in its own form, and nothing else asks for objects.
+// It lists and watches by requests of client-go, without its reflectors and informers: there is no cache of objects, as the proxier keeps
+// what it needs of an object in its own form, and nothing else asks for objects; and changes come while everything is listed again (see
+// follower).
 package apiserver
 
 import (
@@ -14,8 +15,6 @@ import (
 	"time"
 
 	v1 "k8s.io/api/core/v1"
-	"k8s.io/client-go/tools/cache"
-	"k8s.io/utils/ptr"
 
 	"nodeproxy/source"
 )
@@ -103,10 +102,7 @@ func (s *Source) Run(ctx context.Context, sink source.Sink) error {
 	ctx = quietly(ctx, s.cfg.Log)
 	var running sync.WaitGroup
 	for _, r := range s.resources {
-		objects := &store{resource: r, deliver: s.deliver, versions: newVersions()}
-		reflector := cache.NewReflectorWithOptions(r.listWatch(), r.example, objects,
-			cache.ReflectorOptions{Name: r.name, Backoff: ptr.To(retries), Clock: interruptible{ctx: ctx}})
-		running.Go(func() { keepWatching(ctx, reflector, r) })
+		running.Go(func() { newFollower(r, newStore(r, s.deliver)).run(ctx) })
 	}
 	running.Wait()
 	s.mu.Lock()

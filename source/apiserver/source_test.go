@@ -85,6 +85,17 @@ func TestNewListTellsWhatIsGone(t *testing.T) {
 	}
 }
 
+// TestListWithoutVersion: a server whose lists have no version is watched, too.
+func TestListWithoutVersion(t *testing.T) {
+	t.Parallel()
+	f := apiservertest.New(t)
+	f.Serve(services, &v1.ServiceList{Items: []v1.Service{*serviceAt(4, "first")}})
+	_, sink := start(t, f, nil)
+	sink.sees("sync", func() bool { return sink.synced == 1 && len(sink.services) == 1 })
+	f.Send(services, watch.Added, serviceAt(11, "second"))
+	sink.sees("a change", func() bool { return len(sink.services) == 2 })
+}
+
 func TestChangesOfAWatch(t *testing.T) {
 	t.Parallel()
 	f := apiservertest.New(t)

@@ -1,0 +1,175 @@
+package apiserver
+
+import (
+	"context"
+	"errors"
+	"math/rand/v2"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/utils/ptr"
+)
+
+// beginning is how long a watch from now on, beside which everything is to be listed, may take to begin. Something before the API server may
+// hold back the beginning of an answer until an event comes.
+const beginning = 5 * time.Second
+
+// follower keeps what has been passed on of a resource equal to what the API server has. It does what client-go's reflector does, with two
+// differences. When the API server has forgotten the version from which a watch would go on, the reflector waits, lists everything, and only
+// then hears of changes again. This opens a watch from now on, and lists everything beside it: so a change waits for the list only if it came
+// between the two watches. And objects of a list are compared as they come, so that there is never a second copy of all of them.
+//
+// Why nothing is lost: the list is requested once the watch has begun, as of the latest version, so whatever is not in it comes by the watch.
+// What the watch has brought since the list was requested is left out of it, as the watch also brings whatever comes later. Where a watch
+// ends, another goes on after its last event; where it had none, after the list.
+type follower struct {
+	*resource
+	store *store
+	// version is what a watch goes on after; "" if that is not known, or forgotten. newest is the version that a list must not be older
+	// than: "0" for none, "" for the latest.
+	version, newest string
+	// whole says that everything has been passed on, but for what is to come by the watch.
+	whole bool
+	// alone says that the next list is not to be beside a watch: the first one, or where there can't be one from now on. plain says that it
+	// is to come as a whole, not as a stream.
+	alone, plain bool
+	// changes and listing are the streams that are open, or wait for their time; nil for none.
+	changes, listing *stream
+	// watches and lists have the attempts at them, and the others the pauses before the next.
+	watches, lists          attempts
+	beforeWatch, beforeList pause
+	listed                  time.Time // when the last list was complete
+}
+
+func newFollower(r *resource, s *store) *follower {
+	return &follower{resource: r, store: s, newest: "0", alone: true, lists: attempts{n: 1}}
+}
+
+// run goes on until ctx ends.
+func (f *follower) run(ctx context.Context) {
+	for {
+		f.openMissing(ctx)
+		select {
+		case <-ctx.Done():
+			return
+		case m := <-f.changes.received():
+			f.receive(f.changes, m)
+		case m := <-f.listing.received():
+			f.receive(f.listing, m)
+		}
+	}
+}
+
+// openMissing opens the streams that there should be.
+func (f *follower) openMissing(ctx context.Context) {
+	if f.changes == nil && (f.version != "" || !f.alone) {
+		q := request{pause: f.beforeWatch, begin: requestTimeout}
+		if q.ResourceVersion = f.version; f.version == "" {
+			q.SendInitialEvents, q.ResourceVersionMatch, q.begin = ptr.To(false), metav1.ResourceVersionMatchNotOlderThan, beginning
+		}
+		f.changes = f.open(ctx, q)
+	}
+	if f.listing != nil || f.whole || !f.alone && !f.changes.begun {
+		return
+	}
+	q := request{pause: f.beforeList, begin: requestTimeout, plain: f.plain}
+	if again := !f.listed.IsZero() && q.pause.length == 0; again && f.plain {
+		q.pause.length = jittered(shortest)
+	} else if again {
+		q.pause.length = rand.N(spread)
+	}
+	switch {
+	case !f.plain:
+		q.SendInitialEvents, q.ResourceVersionMatch = ptr.To(true), metav1.ResourceVersionMatchNotOlderThan
+	case f.alone:
+		q.ResourceVersion = f.newest
+	}
+	f.store.begin()
+	f.listing = f.open(ctx, q)
+}
+
+// receive takes a message of one of the streams.
+func (f *follower) receive(s *stream, m message) {
+	switch {
+	case m.err != nil && s == f.listing:
+		f.listEnded(m.err)
+	case m.err != nil:
+		f.watchEnded(m.err)
+	case m.listed != "" && s == f.listing:
+		f.complete(m.listed)
+	case m.Object == nil:
+		s.begun = true
+	case s == f.listing:
+		f.store.list(m.Event)
+	default:
+		if m.Type != watch.Bookmark {
+			f.store.change(m.Event)
+		}
+		if o, err := meta.Accessor(m.Object); err == nil && o.GetResourceVersion() != "" {
+			f.version, f.newest = o.GetResourceVersion(), o.GetResourceVersion()
+		}
+	}
+}
+
+// complete records that all objects of the list have come.
+func (f *follower) complete(version string) {
+	f.store.complete()
+	if f.version == "" {
+		f.version, f.newest = version, version
+	}
+	if f.changes == nil && !f.plain {
+		f.changes = f.listing // It goes on with changes.
+	} else {
+		f.listing.end()
+	}
+	f.listing, f.whole, f.plain, f.listed, f.beforeWatch, f.beforeList = nil, true, false, time.Now(), pause{}, pause{}
+}
+
+// watchEnded decides how to go on after the end of a watch.
+func (f *follower) watchEnded(err error) {
+	ended := f.changes
+	f.changes, f.beforeWatch = nil, pause{}
+	switch {
+	case f.version != "" && forgotten(err):
+		f.version, f.whole, f.alone = "", false, false
+		f.beforeList = f.lists.next(nil, time.Since(f.listed), err)
+	case f.version == "": // It was one from now on, and has brought nothing.
+		f.beforeWatch = f.watches.next(ended.answered, time.Since(ended.asked), err)
+		f.alone, f.plain = reached(err) || errors.Is(err, noAnswer(beginning)), apierrors.IsInvalid(err)
+	default:
+		f.beforeWatch = f.watches.next(ended.answered, time.Since(ended.asked), err)
+		return // Another one goes on where it was, and a list beside it goes on, too.
+	}
+	if f.listing != nil {
+		f.listing.end()
+		f.listing = nil
+	}
+}
+
+// listEnded decides how to go on after a list that has failed.
+func (f *follower) listEnded(err error) {
+	f.beforeList = f.lists.next(f.listing.answered, 0, err)
+	f.listing = nil
+	switch {
+	case f.absent():
+		f.beforeList = pause{length: wait.Jitter(f.askAgain, 0.2)}
+	case !f.plain && (forgotten(err) || errors.Is(err, errSilent)):
+		f.plain = true // The API server, or something before it, does not stream lists.
+		if apierrors.IsInvalid(err) {
+			f.beforeList, f.lists.n = pause{}, f.lists.n-1
+		}
+	case forgotten(err):
+		f.newest = ""
+	}
+}
+
+// forgotten reports whether the API server will not answer a request for a version, however often it is asked: it has forgotten that, does not
+// know it yet, or does not understand the question.
+func forgotten(err error) bool {
+	return apierrors.IsResourceExpired(err) || apierrors.IsGone(err) || apierrors.IsTimeout(err) || apierrors.IsInvalid(err) ||
+		apierrors.IsBadRequest(err) || apierrors.IsNotFound(err)
+}
