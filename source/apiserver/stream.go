@@ -29,6 +29,7 @@ func (n noAnswer) Error() string { return fmt.Sprintf("no answer within %s", tim
 var (
 	errNoAnswer = noAnswer(requestTimeout)
 	errSilent   = errors.New("it delivered nothing, not even a bookmark; another is opened")
+	errClosed   = errors.New("no connection could be made in time, or it was closed before an answer came")
 )
 
 // because returns the cause of ctx's end if that is the reason for err.
@@ -130,6 +131,9 @@ func (r *resource) forward(ctx context.Context, q request, s *stream) error {
 	if !late.Stop() && err == nil {
 		w.Stop()
 		err = noAnswer(q.begin)
+	}
+	if err == nil && reflect.TypeOf(w) == reflect.TypeOf(watch.NewEmptyWatch()) {
+		err = errClosed // This is how client-go says so.
 	}
 	if err != nil {
 		return because(asking, err)
