@@ -24,8 +24,8 @@ const beginning = 5 * time.Second
 // between the two watches. And objects of a list are compared as they come, so that there is never a second copy of all of them.
 //
 // Why nothing is lost: the list is requested once the watch has begun, as of the latest version, so whatever is not in it comes by the watch.
-// What the watch has brought since the list was requested is left out of it, as the watch also brings whatever comes later. Where a watch
-// ends, another goes on after its last event; where it had none, after the list.
+// Of what both the list and the watch have of an object, the later version holds: they may come from two servers, and either may lag behind
+// the other. Where a watch ends, another goes on after its last event; where it had none, after the list.
 type follower struct {
 	*resource
 	store *store
@@ -106,19 +106,32 @@ func (f *follower) receive(s *stream, m message) {
 	case s == f.listing:
 		f.store.list(m.Event)
 	default:
-		if m.Type != watch.Bookmark {
-			f.store.change(m.Event)
-		}
-		if o, err := meta.Accessor(m.Object); err == nil && o.GetResourceVersion() != "" {
-			f.version, f.newest = o.GetResourceVersion(), o.GetResourceVersion()
-		}
+		f.change(m.Event)
+	}
+}
+
+// change takes what the watch brings. What is no newer than the last list was in that: the server of the watch lags behind the list's.
+func (f *follower) change(e watch.Event) {
+	o, err := meta.Accessor(e.Object)
+	if err != nil {
+		return
+	}
+	version := o.GetResourceVersion()
+	if n := number(version); n != 0 && n <= f.store.asOf {
+		return
+	}
+	if e.Type != watch.Bookmark {
+		f.store.change(e)
+	}
+	if version != "" {
+		f.version, f.newest = version, version
 	}
 }
 
 // complete records that all objects of the list have come.
 func (f *follower) complete(version string) {
-	f.store.complete()
-	if f.version == "" {
+	f.store.complete(number(version))
+	if f.version == "" || number(f.version) < number(version) {
 		f.version, f.newest = version, version
 	}
 	if f.changes == nil && !f.plain {
