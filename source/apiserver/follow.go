@@ -3,6 +3,7 @@ package apiserver
 import (
 	"context"
 	"errors"
+	"io"
 	"math/rand/v2"
 	"time"
 
@@ -17,6 +18,9 @@ import (
 // beginning is how long a watch from now on, beside which everything is to be listed, may take to begin. Something before the API server may
 // hold back the beginning of an answer until an event comes.
 const beginning = 5 * time.Second
+
+// failures is how often in a row a request may fail, where the reason may last, before something else is requested.
+const failures = 4
 
 // follower keeps what has been passed on of a resource equal to what the API server has. It does what client-go's reflector does, with two
 // differences. When the API server has forgotten the version from which a watch would go on, the reflector waits, lists everything, and only
@@ -94,6 +98,7 @@ func (f *follower) openMissing(ctx context.Context) {
 
 // receive takes a message of one of the streams.
 func (f *follower) receive(s *stream, m message) {
+	s.brought = s.brought || m.Object != nil
 	switch {
 	case m.err != nil && s == f.listing:
 		f.listEnded(m.err)
@@ -147,14 +152,18 @@ func (f *follower) watchEnded(err error) {
 	ended := f.changes
 	f.changes, f.beforeWatch = nil, pause{}
 	switch {
-	case f.version != "" && forgotten(err):
+	case f.version != "" && f.useless(ended, err):
 		f.version, f.whole, f.alone = "", false, false
 		f.beforeList = f.lists.next(nil, time.Since(f.listed), err)
 	case f.version == "": // It was one from now on, and has brought nothing.
 		f.beforeWatch = f.watches.next(ended.answered, time.Since(ended.asked), err)
-		f.alone, f.plain = reached(err) || errors.Is(err, noAnswer(beginning)), apierrors.IsInvalid(err)
+		f.alone = ended.begun || reached(err) || errors.Is(err, noAnswer(beginning))
+		f.plain = f.plain || apierrors.IsInvalid(err)
 	default:
 		f.beforeWatch = f.watches.next(ended.answered, time.Since(ended.asked), err)
+		if f.absent() {
+			f.beforeWatch = pause{length: wait.Jitter(f.askAgain, 0.2)}
+		}
 		return // Another one goes on where it was, and a list beside it goes on, too.
 	}
 	if f.listing != nil {
@@ -170,7 +179,7 @@ func (f *follower) listEnded(err error) {
 	switch {
 	case f.absent():
 		f.beforeList = pause{length: wait.Jitter(f.askAgain, 0.2)}
-	case !f.plain && (forgotten(err) || errors.Is(err, errSilent)):
+	case !f.plain && f.wholeInstead(err):
 		f.plain = true // The API server, or something before it, does not stream lists.
 		if apierrors.IsInvalid(err) {
 			f.beforeList, f.lists.n = pause{}, f.lists.n-1
@@ -178,6 +187,32 @@ func (f *follower) listEnded(err error) {
 	case forgotten(err):
 		f.newest = ""
 	}
+}
+
+// useless reports whether another watch from the version that is known would be of no use, after one that has ended with err.
+func (f *follower) useless(ended *stream, err error) bool {
+	switch {
+	case errors.Is(err, errSilent):
+		// Not even one bookmark has come: the API server may be where that version is still to come, after a backup was restored.
+		return !ended.brought
+	case apierrors.IsInternalError(err):
+		return f.watches.n >= failures // It may not be able to send what comes next, or this program to read it.
+	}
+	return forgotten(err)
+}
+
+// wholeInstead reports whether the next list is to come as a whole, after one that has ended with err: the API server, its storage, or
+// something before it does not stream lists.
+func (f *follower) wholeInstead(err error) bool {
+	switch {
+	case forgotten(err), errors.Is(err, errSilent), errors.Is(err, errEndless):
+		return true
+	case apierrors.IsTooManyRequests(err), apierrors.IsServiceUnavailable(err):
+		return false
+	case apierrors.IsInternalError(err) && !apierrors.HasStatusCause(err, metav1.CauseType("ClientWatchDecoding")):
+		return true // So says a storage without that. With the cause, the connection was lost in the middle.
+	}
+	return f.lists.n >= failures && (reached(err) || errors.Is(err, io.EOF))
 }
 
 // forgotten reports whether the API server will not answer a request for a version, however often it is asked: it has forgotten that, does not

@@ -29,6 +29,7 @@ func (n noAnswer) Error() string { return fmt.Sprintf("no answer within %s", tim
 var (
 	errNoAnswer = noAnswer(requestTimeout)
 	errSilent   = errors.New("it delivered nothing, not even a bookmark; another is opened")
+	errEndless  = errors.New("the stream goes on with changes, and has not said that all objects have come")
 	errClosed   = errors.New("no connection could be made in time, or it was closed before an answer came")
 )
 
@@ -46,6 +47,7 @@ type stream struct {
 	messages chan message
 	end      context.CancelFunc // for one of which nothing more is wanted
 	begun    bool               // The first message has been received.
+	brought  bool               // So has another one.
 	// asked is when the request was sent, and answered is closed at an answer to another one since then. They are there with the first
 	// message.
 	asked    time.Time
@@ -143,12 +145,13 @@ func (r *resource) forward(ctx context.Context, q request, s *stream) error {
 	if !s.send(ctx, message{}) {
 		return ctx.Err()
 	}
-	return r.forwardEvents(ctx, w, s)
+	return r.forwardEvents(ctx, w, s, q.lists())
 }
 
 // forwardEvents passes on what a watch brings. It gives the watch up once that has delivered nothing for too long: a connection can be dead
-// without being closed, and a server, or a load balancer before it, can forget a watch and keep its connection.
-func (r *resource) forwardEvents(ctx context.Context, w watch.Interface, s *stream) error {
+// without being closed, and a server, or a load balancer before it, can forget a watch and keep its connection. Where it begins with a
+// list, that ends with the first bookmark, if the API server understands what was asked of it.
+func (r *resource) forwardEvents(ctx context.Context, w watch.Interface, s *stream, listing bool) error {
 	silence := time.NewTimer(r.silence)
 	defer silence.Stop()
 	for {
@@ -167,13 +170,15 @@ func (r *resource) forwardEvents(ctx context.Context, w watch.Interface, s *stre
 			r.heard()
 			silence.Reset(r.silence)
 			if got, want := reflect.TypeOf(e.Object), reflect.TypeOf(r.example); got != want {
-				return fmt.Errorf("an event of a %v came where one of a %v should", got, want)
+				return apierrors.NewInternalError(fmt.Errorf("an event of a %v came where one of a %v should", got, want))
 			}
 			m := message{Event: e}
 			if o, err := meta.Accessor(e.Object); err != nil {
 				return fmt.Errorf("event %s: %w", e.Type, err)
 			} else if e.Type == watch.Bookmark && o.GetAnnotations()[metav1.InitialEventsAnnotationKey] == "true" {
-				m.listed = o.GetResourceVersion()
+				m.listed, listing = o.GetResourceVersion(), false
+			} else if e.Type == watch.Bookmark && listing {
+				return errEndless
 			}
 			if !s.send(ctx, m) {
 				return ctx.Err()
