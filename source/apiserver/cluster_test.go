@@ -33,7 +33,6 @@ type cluster struct {
 	servers   []*apiServer
 	// troubles are drawn from for three requests in four while there are any.
 	troubles []trouble
-	streams  support
 	silent   bool          // There was an answer that does not end.
 	travel   time.Duration // the longest time of a request, or of the beginning of its answer
 	pace     time.Duration // the longest time between two objects of a streamed list
@@ -52,6 +51,8 @@ type apiServer struct {
 	lag          time.Duration
 	seen, oldest int
 	news, ended  chan struct{} // closed when there is something new, and to end all answers
+	streams      support
+	ill          trouble // what happens to each request
 }
 
 // support is what an API server makes of requests for streamed lists.
@@ -68,7 +69,8 @@ const (
 type trouble int
 
 const (
-	refused trouble = iota
+	none trouble = iota - 1
+	refused
 	closed
 	timedOut
 	broken  // in the middle of the answer
@@ -96,7 +98,7 @@ var (
 func newCluster(random *rand.Rand, objects int) *cluster {
 	c := &cluster{random: random, version: 1000, step: 4, travel: time.Duration(1+random.IntN(300)) * time.Millisecond}
 	for range 1 + random.IntN(3) {
-		c.servers = append(c.servers, &apiServer{news: make(chan struct{}), ended: make(chan struct{})})
+		c.servers = append(c.servers, &apiServer{news: make(chan struct{}), ended: make(chan struct{}), ill: none})
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -194,8 +196,8 @@ func (c *cluster) RoundTrip(r *http.Request) (*http.Response, error) {
 	c.mu.Lock()
 	s := c.servers[c.random.IntN(len(c.servers))]
 	there, back := c.upTo(c.travel), c.upTo(c.travel)
-	what := trouble(-1)
-	if len(c.troubles) > 0 && c.random.IntN(4) > 0 {
+	what := s.ill
+	if what == none && len(c.troubles) > 0 && c.random.IntN(4) > 0 {
 		what = c.troubles[c.random.IntN(len(c.troubles))]
 	}
 	c.asked = append(c.asked, time.Now())
@@ -299,9 +301,9 @@ func (c *cluster) answerWatch(ctx context.Context, s *apiServer, from, initial s
 	w := &watching{apiServer: s, initial: initial == "true", ended: s.ended, limit: math.MaxInt, what: what}
 	w.after, _ = strconv.Atoi(from)
 	switch {
-	case initial != "" && c.streams == unknown:
+	case initial != "" && s.streams == unknown:
 		return answer(http.StatusUnprocessableEntity, statusOf(invalid))
-	case w.initial && c.streams == lacking:
+	case w.initial && s.streams == lacking:
 		return failed(internalError)
 	case w.initial:
 		w.after = c.version
@@ -317,7 +319,7 @@ func (c *cluster) answerWatch(ctx context.Context, s *apiServer, from, initial s
 	case w.after < s.oldest:
 		return failed(expired)
 	}
-	if what >= 0 {
+	if what != none {
 		w.limit = c.random.IntN(4)
 	}
 	out, in := io.Pipe()
@@ -350,7 +352,7 @@ func (c *cluster) serve(ctx context.Context, w *watching, in *io.PipeWriter) {
 // send sends an event, and reports whether that was possible.
 func (c *cluster) send(w *watching, e map[string]any) bool {
 	c.mu.Lock()
-	breaks := w.limit == 0 && len(c.troubles) > 0
+	breaks := w.limit == 0 && (len(c.troubles) > 0 || w.ill != none)
 	c.mu.Unlock()
 	if breaks {
 		return false
@@ -364,7 +366,7 @@ func (c *cluster) sendAll(ctx context.Context, w *watching) {
 	if w.initial {
 		c.mu.Lock()
 		w.after = w.seen
-		all, streams := objects(c.log, w.after), c.streams
+		all, streams := objects(c.log, w.after), w.streams
 		c.mu.Unlock()
 		for _, n := range slices.Sorted(maps.Keys(all)) {
 			c.mu.Lock()
