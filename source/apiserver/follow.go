@@ -3,6 +3,7 @@ package apiserver
 import (
 	"context"
 	"errors"
+	"io"
 	"math/rand/v2"
 	"time"
 
@@ -18,14 +19,17 @@ import (
 // hold back the beginning of an answer until an event comes.
 const beginning = 5 * time.Second
 
+// failures is how often in a row a request may fail, where the reason may last, before something else is requested.
+const failures = 4
+
 // follower keeps what has been passed on of a resource equal to what the API server has. It does what client-go's reflector does, with two
 // differences. When the API server has forgotten the version from which a watch would go on, the reflector waits, lists everything, and only
 // then hears of changes again. This opens a watch from now on, and lists everything beside it: so a change waits for the list only if it came
 // between the two watches. And objects of a list are compared as they come, so that there is never a second copy of all of them.
 //
 // Why nothing is lost: the list is requested once the watch has begun, as of the latest version, so whatever is not in it comes by the watch.
-// What the watch has brought since the list was requested is left out of it, as the watch also brings whatever comes later. Where a watch
-// ends, another goes on after its last event; where it had none, after the list.
+// Of what both the list and the watch have of an object, the later version holds: they may come from two servers, and either may lag behind
+// the other. Where a watch ends, another goes on after its last event; where it had none, after the list.
 type follower struct {
 	*resource
 	store *store
@@ -94,6 +98,7 @@ func (f *follower) openMissing(ctx context.Context) {
 
 // receive takes a message of one of the streams.
 func (f *follower) receive(s *stream, m message) {
+	s.brought = s.brought || m.Object != nil
 	switch {
 	case m.err != nil && s == f.listing:
 		f.listEnded(m.err)
@@ -106,19 +111,32 @@ func (f *follower) receive(s *stream, m message) {
 	case s == f.listing:
 		f.store.list(m.Event)
 	default:
-		if m.Type != watch.Bookmark {
-			f.store.change(m.Event)
-		}
-		if o, err := meta.Accessor(m.Object); err == nil && o.GetResourceVersion() != "" {
-			f.version, f.newest = o.GetResourceVersion(), o.GetResourceVersion()
-		}
+		f.change(m.Event)
+	}
+}
+
+// change takes what the watch brings. What is no newer than the last list was in that: the server of the watch lags behind the list's.
+func (f *follower) change(e watch.Event) {
+	o, err := meta.Accessor(e.Object)
+	if err != nil {
+		return
+	}
+	version := o.GetResourceVersion()
+	if n := number(version); n != 0 && n <= f.store.asOf {
+		return
+	}
+	if e.Type != watch.Bookmark {
+		f.store.change(e)
+	}
+	if version != "" {
+		f.version, f.newest = version, version
 	}
 }
 
 // complete records that all objects of the list have come.
 func (f *follower) complete(version string) {
-	f.store.complete()
-	if f.version == "" {
+	f.store.complete(number(version))
+	if f.version == "" || number(f.version) < number(version) {
 		f.version, f.newest = version, version
 	}
 	if f.changes == nil && !f.plain {
@@ -134,14 +152,18 @@ func (f *follower) watchEnded(err error) {
 	ended := f.changes
 	f.changes, f.beforeWatch = nil, pause{}
 	switch {
-	case f.version != "" && forgotten(err):
+	case f.version != "" && f.useless(ended, err):
 		f.version, f.whole, f.alone = "", false, false
 		f.beforeList = f.lists.next(nil, time.Since(f.listed), err)
 	case f.version == "": // It was one from now on, and has brought nothing.
 		f.beforeWatch = f.watches.next(ended.answered, time.Since(ended.asked), err)
-		f.alone, f.plain = reached(err) || errors.Is(err, noAnswer(beginning)), apierrors.IsInvalid(err)
+		f.alone = ended.begun || reached(err) || errors.Is(err, noAnswer(beginning))
+		f.plain = f.plain || apierrors.IsInvalid(err)
 	default:
 		f.beforeWatch = f.watches.next(ended.answered, time.Since(ended.asked), err)
+		if f.absent() {
+			f.beforeWatch = pause{length: wait.Jitter(f.askAgain, 0.2)}
+		}
 		return // Another one goes on where it was, and a list beside it goes on, too.
 	}
 	if f.listing != nil {
@@ -157,7 +179,7 @@ func (f *follower) listEnded(err error) {
 	switch {
 	case f.absent():
 		f.beforeList = pause{length: wait.Jitter(f.askAgain, 0.2)}
-	case !f.plain && (forgotten(err) || errors.Is(err, errSilent)):
+	case !f.plain && f.wholeInstead(err):
 		f.plain = true // The API server, or something before it, does not stream lists.
 		if apierrors.IsInvalid(err) {
 			f.beforeList, f.lists.n = pause{}, f.lists.n-1
@@ -165,6 +187,32 @@ func (f *follower) listEnded(err error) {
 	case forgotten(err):
 		f.newest = ""
 	}
+}
+
+// useless reports whether another watch from the version that is known would be of no use, after one that has ended with err.
+func (f *follower) useless(ended *stream, err error) bool {
+	switch {
+	case errors.Is(err, errSilent):
+		// Not even one bookmark has come: the API server may be where that version is still to come, after a backup was restored.
+		return !ended.brought
+	case apierrors.IsInternalError(err):
+		return f.watches.n >= failures // It may not be able to send what comes next, or this program to read it.
+	}
+	return forgotten(err)
+}
+
+// wholeInstead reports whether the next list is to come as a whole, after one that has ended with err: the API server, its storage, or
+// something before it does not stream lists.
+func (f *follower) wholeInstead(err error) bool {
+	switch {
+	case forgotten(err), errors.Is(err, errSilent), errors.Is(err, errEndless):
+		return true
+	case apierrors.IsTooManyRequests(err), apierrors.IsServiceUnavailable(err):
+		return false
+	case apierrors.IsInternalError(err) && !apierrors.HasStatusCause(err, metav1.CauseType("ClientWatchDecoding")):
+		return true // So says a storage without that. With the cause, the connection was lost in the middle.
+	}
+	return f.lists.n >= failures && (reached(err) || errors.Is(err, io.EOF))
 }
 
 // forgotten reports whether the API server will not answer a request for a version, however often it is asked: it has forgotten that, does not

@@ -270,7 +270,7 @@ func TestListInParts(t *testing.T) {
 		t.Errorf("%d have come in %d batches, complete: %t", len(told), batches, complete)
 	}
 	list(5, 2*aheadSize)
-	s.complete()
+	s.complete(1)
 	if len(told) != 2*aheadSize || told[types.NamespacedName{Namespace: "ns", Name: "4"}] != nil || !complete {
 		t.Errorf("in the end there are %d, complete: %t", len(told), complete)
 	}
@@ -279,7 +279,7 @@ func TestListInParts(t *testing.T) {
 	if batches != 0 {
 		t.Errorf("a later list comes in parts")
 	}
-	if s.complete(); len(told) != 3*aheadSize || batches != 1 {
+	if s.complete(1); len(told) != 3*aheadSize || batches != 1 {
 		t.Errorf("after another list there are %d, in %d batches", len(told), batches)
 	}
 }

@@ -23,14 +23,17 @@ type store struct {
 	ahead source.Batch
 	size  int
 	// lists counts lists, from their beginnings on. listing says that one is under way. Of a list after the first, differs has what is not as
-	// it is known, and changed the names of what a watch beside it has brought since it began.
+	// it is known, and changed the names of what a watch beside it has brought since it began, with the versions of that.
 	lists   uint32
 	listing bool
 	differs map[types.NamespacedName]any
-	changed map[types.NamespacedName]struct{}
+	changed map[types.NamespacedName]uint64
+	// asOf is the version of the last list; 0 while there is another.
+	asOf uint64
 }
 
-// known is what is kept of an object: its name and version, and which list it was last seen in, or brought by the watch after.
+// known is what is kept of an object: its name and version, and which list it was last seen in, or brought by the watch after. What a watch
+// brings beside a list is not in that before the list has it, too.
 type known struct {
 	name    types.NamespacedName
 	version uint64 // as the API server's versions are numbers; 0 for any other
@@ -47,7 +50,7 @@ const aheadSize = 256
 // begin begins a list, in place of one that may have broken off.
 func (s *store) begin() {
 	s.lists++
-	s.listing, s.differs, s.changed = true, map[types.NamespacedName]any{}, map[types.NamespacedName]struct{}{}
+	s.listing, s.differs, s.changed, s.asOf = true, map[types.NamespacedName]any{}, map[types.NamespacedName]uint64{}, 0
 }
 
 // list takes an object of the list. Those of the first list are passed on as they arrive, so that not all are in memory at the same time: nothing
@@ -55,7 +58,7 @@ func (s *store) begin() {
 // is gone.
 func (s *store) list(e watch.Event) {
 	name, version := identify(e.Object)
-	if _, newer := s.changed[name]; newer || e.Type == watch.Bookmark {
+	if e.Type == watch.Bookmark || s.later(name, version) {
 		return
 	}
 	had := s.known.Get(name)
@@ -70,7 +73,7 @@ func (s *store) list(e watch.Event) {
 	case s.listed:
 		s.differs[name] = strip(e.Object)
 	default:
-		s.put(&s.ahead, name, version, strip(e.Object))
+		s.put(&s.ahead, name, version, s.lists, strip(e.Object))
 		if s.size++; s.size == aheadSize {
 			s.deliver(s.resource, s.ahead, false)
 			s.ahead, s.size = source.Batch{}, 0
@@ -78,16 +81,23 @@ func (s *store) list(e watch.Event) {
 	}
 }
 
-// complete records that all objects of the list have come: what is not among them is gone.
-func (s *store) complete() {
+// later reports whether the watch beside a list has brought an object, or its end, as of later than a version. The server of the watch and
+// that of the list may be two, and either may lag behind the other.
+func (s *store) later(name types.NamespacedName, version uint64) bool {
+	brought, is := s.changed[name]
+	return is && (brought > version || version == 0)
+}
+
+// complete records that all objects of the list have come, as of a version: what is not among them is gone.
+func (s *store) complete(asOf uint64) {
 	b := s.ahead
 	for name, obj := range s.differs {
 		_, version := identify(obj)
-		s.put(&b, name, version, obj)
+		s.put(&b, name, version, s.lists, obj)
 	}
 	var gone []types.NamespacedName
 	for k := range s.known.All() {
-		if k.list != s.lists {
+		if k.list != s.lists && !s.later(k.name, asOf) {
 			gone = append(gone, k.name)
 		}
 	}
@@ -95,7 +105,7 @@ func (s *store) complete() {
 		s.known.Delete(name)
 		s.resource.put(&b, name, nil)
 	}
-	s.ahead, s.size, s.listed, s.listing, s.differs, s.changed = source.Batch{}, 0, true, false, nil, nil
+	s.ahead, s.size, s.listed, s.listing, s.differs, s.changed, s.asOf = source.Batch{}, 0, true, false, nil, nil, asOf
 	s.deliver(s.resource, b, true)
 }
 
@@ -103,9 +113,19 @@ func (s *store) complete() {
 func (s *store) change(e watch.Event) {
 	var b source.Batch
 	name, version := identify(e.Object)
+	list := s.lists
 	if s.listing {
-		s.changed[name] = struct{}{}
-		delete(s.differs, name)
+		s.changed[name] = version
+		differs, differing := s.differs[name], uint64(0)
+		if differs != nil {
+			_, differing = identify(differs)
+		}
+		if differing <= version {
+			delete(s.differs, name)
+		}
+		if differs == nil || differing != version {
+			list--
+		}
 	}
 	had := s.known.Get(name)
 	switch {
@@ -115,18 +135,17 @@ func (s *store) change(e watch.Event) {
 		s.known.Delete(name)
 		s.resource.put(&b, name, nil)
 	case had != nil && had.version == version && version != 0:
-		had.list = s.lists
 		return
 	default:
-		s.put(&b, name, version, strip(e.Object))
+		s.put(&b, name, version, list, strip(e.Object))
 	}
 	s.deliver(s.resource, b, false)
 }
 
 // put puts an object into a batch and notes it.
-func (s *store) put(b *source.Batch, name types.NamespacedName, version uint64, obj any) {
+func (s *store) put(b *source.Batch, name types.NamespacedName, version uint64, list uint32, obj any) {
 	s.resource.put(b, name, obj)
-	s.known.Put(&known{name, version, s.lists})
+	s.known.Put(&known{name, version, list})
 }
 
 // identify returns the name and the version of an object of the API.
@@ -135,6 +154,11 @@ func identify(obj any) (types.NamespacedName, uint64) {
 	if err != nil {
 		panic(fmt.Sprintf("apiserver: %T is no object: %v", obj, err))
 	}
-	version, _ := strconv.ParseUint(o.GetResourceVersion(), 10, 64)
-	return types.NamespacedName{Namespace: interned(o.GetNamespace()), Name: o.GetName()}, version
+	return types.NamespacedName{Namespace: interned(o.GetNamespace()), Name: o.GetName()}, number(o.GetResourceVersion())
+}
+
+// number returns a version as a number, as those of the API server are; 0 for any other.
+func number(version string) uint64 {
+	n, _ := strconv.ParseUint(version, 10, 64)
+	return n
 }

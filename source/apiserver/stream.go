@@ -30,6 +30,8 @@ func (n noAnswer) Error() string { return fmt.Sprintf("no answer within %s", tim
 var (
 	errNoAnswer = noAnswer(requestTimeout)
 	errSilent   = errors.New("it delivered nothing, not even a bookmark; another is opened")
+	errEndless  = errors.New("the stream goes on with changes, and has not said that all objects have come")
+	errClosed   = errors.New("no connection could be made in time, or it was closed before an answer came")
 )
 
 // because returns the cause of ctx's end if that is the reason for err.
@@ -46,6 +48,7 @@ type stream struct {
 	messages chan message
 	end      context.CancelFunc // for one of which nothing more is wanted
 	begun    bool               // The first message has been received.
+	brought  bool               // So has another one.
 	// asked is when the request was sent, and answered is closed at an answer to another one since then. They are there with the first
 	// message.
 	asked    time.Time
@@ -132,6 +135,9 @@ func (r *resource) forward(ctx context.Context, q request, s *stream) error {
 		w.Stop()
 		err = noAnswer(q.begin)
 	}
+	if err == nil && reflect.TypeOf(w) == reflect.TypeOf(watch.NewEmptyWatch()) {
+		err = errClosed // This is how client-go says so.
+	}
 	if err != nil {
 		return because(asking, err)
 	}
@@ -140,12 +146,13 @@ func (r *resource) forward(ctx context.Context, q request, s *stream) error {
 	if !s.send(ctx, message{}) {
 		return ctx.Err()
 	}
-	return r.forwardEvents(ctx, w, s)
+	return r.forwardEvents(ctx, w, s, q.lists())
 }
 
 // forwardEvents passes on what a watch brings. It gives the watch up once that has delivered nothing for too long: a connection can be dead
-// without being closed, and a server, or a load balancer before it, can forget a watch and keep its connection.
-func (r *resource) forwardEvents(ctx context.Context, w watch.Interface, s *stream) error {
+// without being closed, and a server, or a load balancer before it, can forget a watch and keep its connection. Where it begins with a
+// list, that ends with the first bookmark, if the API server understands what was asked of it.
+func (r *resource) forwardEvents(ctx context.Context, w watch.Interface, s *stream, listing bool) error {
 	silence := time.NewTimer(r.silence)
 	defer silence.Stop()
 	for {
@@ -164,13 +171,15 @@ func (r *resource) forwardEvents(ctx context.Context, w watch.Interface, s *stre
 			r.heard()
 			silence.Reset(r.silence)
 			if got, want := reflect.TypeOf(e.Object), reflect.TypeOf(r.example); got != want {
-				return fmt.Errorf("an event of a %v came where one of a %v should", got, want)
+				return apierrors.NewInternalError(fmt.Errorf("an event of a %v came where one of a %v should", got, want))
 			}
 			m := message{Event: e}
 			if o, err := meta.Accessor(e.Object); err != nil {
 				return fmt.Errorf("event %s: %w", e.Type, err)
 			} else if e.Type == watch.Bookmark && o.GetAnnotations()[metav1.InitialEventsAnnotationKey] == "true" {
-				m.listed = cmp.Or(o.GetResourceVersion(), "0")
+				m.listed, listing = cmp.Or(o.GetResourceVersion(), "0"), false
+			} else if e.Type == watch.Bookmark && listing {
+				return errEndless
 			}
 			if !s.send(ctx, m) {
 				return ctx.Err()

@@ -1,0 +1,129 @@
+package apiserver
+
+import (
+	"context"
+	"io"
+	"math/rand/v2"
+	"net/http"
+	"syscall"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	v1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/watch"
+
+	"nodeproxy/source"
+)
+
+// TestNotHeard: a server behind a load balancer that makes connections and closes them, or one that can't be reached at all, is not taken
+// for one that answers.
+func TestNotHeard(t *testing.T) {
+	t.Parallel()
+	for _, err := range []error{io.EOF, syscall.ECONNRESET, syscall.ECONNREFUSED, context.DeadlineExceeded} {
+		t.Run(err.Error(), func(t *testing.T) {
+			t.Parallel()
+			synctest.Test(t, func(t *testing.T) {
+				c, down := newCluster(rand.New(rand.NewPCG(1, 1)), 3), false
+				r, got := c.follow(t, func(r *http.Request) (*http.Response, error) {
+					if down {
+						return nil, err
+					}
+					return c.RoundTrip(r)
+				})
+				time.Sleep(time.Minute) // in simulated time: a watch has lasted
+				got.check("before")
+				c.mu.Lock()
+				down = true
+				c.servers[0].end()
+				c.mu.Unlock()
+				time.Sleep(5 * time.Minute) // in simulated time
+				now := r.current(time.Now())
+				assert.Greater(t, now.Age, 4*time.Minute)
+				assert.NotEmpty(t, now.Failure)
+			})
+		})
+	}
+}
+
+// TestUnreadable: where the API server can't send what comes after a version, everything is listed again.
+func TestUnreadable(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		c := newCluster(rand.New(rand.NewPCG(1, 1)), 3)
+		_, got := c.follow(t, func(r *http.Request) (*http.Response, error) {
+			if r.URL.Query().Get("resourceVersion") != "" {
+				return answer(http.StatusOK, happened("ERROR", statusOf(internalError))), nil
+			}
+			return c.RoundTrip(r)
+		})
+		time.Sleep(time.Minute) // in simulated time: a watch has lasted
+		c.mu.Lock()
+		c.servers[0].end()
+		c.change("new", false)
+		c.mu.Unlock()
+		time.Sleep(time.Minute) // in simulated time, longer than the pauses
+		got.check("in the end")
+	})
+}
+
+// TestListBesideWatch: of what a list and the watch beside it have of an object, the later version holds, and what the list no longer has
+// is gone, whichever of the two lags behind the other.
+func TestListBesideWatch(t *testing.T) {
+	const listed = 50
+	for _, c := range []struct {
+		what                  string
+		listed, watched, want string // versions; "" for none
+		gone                  bool   // by the watch
+	}{
+		{"the watch lags", "48", "46", "48", false},
+		{"so it does with a removal", "48", "46", "48", true},
+		{"both have it", "48", "48", "48", false},
+		{"the list lags", "48", "52", "52", false},
+		{"so it does with a removal", "48", "52", "", true},
+		{"it is gone, and the watch lags", "", "46", "", false},
+		{"it has come back", "", "52", "52", false},
+		{"only the list has it", "48", "", "48", false},
+		{"neither has it", "", "", "", false},
+	} {
+		for _, listFirst := range []bool{true, false} {
+			told := ""
+			s := newStore(resources(Config{Client: &Client{}})[0], func(_ *resource, b source.Batch, _ bool) {
+				for _, svc := range b.Services {
+					if told = ""; svc != nil {
+						told = svc.ResourceVersion
+					}
+				}
+			})
+			object := func(version string) *v1.Service {
+				return &v1.Service{ObjectMeta: metav1.ObjectMeta{Name: "s", ResourceVersion: version}}
+			}
+			list := func() {
+				if c.listed != "" {
+					s.list(watch.Event{Type: watch.Added, Object: object(c.listed)})
+				}
+			}
+			s.begin()
+			s.list(watch.Event{Type: watch.Added, Object: object("40")})
+			s.complete(40)
+			s.begin()
+			if listFirst {
+				list()
+			}
+			switch {
+			case c.gone:
+				s.change(watch.Event{Type: watch.Deleted, Object: object(c.watched)})
+			case c.watched != "":
+				s.change(watch.Event{Type: watch.Modified, Object: object(c.watched)})
+			}
+			if !listFirst {
+				list()
+			}
+			if s.complete(listed); told != c.want {
+				t.Errorf("%s, the list first: %t: in the end it is %q, want %q", c.what, listFirst, told, c.want)
+			}
+		}
+	}
+}
