@@ -32,6 +32,9 @@ func collectBetween(ctx context.Context, worked <-chan struct{}, due func() bool
 			return
 		case <-worked:
 		}
+		if !due() { // A timer for each change would cost more than the look.
+			continue
+		}
 		for quiet := false; !quiet; {
 			select {
 			case <-ctx.Done():
@@ -41,8 +44,6 @@ func collectBetween(ctx context.Context, worked <-chan struct{}, due func() bool
 				quiet = true
 			}
 		}
-		if due() {
-			collect()
-		}
+		collect()
 	}
 }

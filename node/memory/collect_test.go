@@ -36,13 +36,13 @@ func TestCollectBetween(t *testing.T) {
 		after(time.Hour, 1, 0)
 		for range 5 {
 			worked <- struct{}{}
-			after(pause/2, 1, 0)
+			after(pause/2, 2, 0)
 		}
 		after(pause, 2, 1)
 		worked <- struct{}{}
-		after(pause/2, 2, 1)
+		after(pause/2, 3, 1)
 		cancel()
 		<-ended
-		after(time.Hour, 2, 1)
+		after(time.Hour, 3, 1)
 	})
 }
