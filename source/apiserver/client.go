@@ -64,8 +64,8 @@ func NewClient(c ClientConfig) (*Client, error) {
 }
 
 const (
-	// connectTimeout is how long a connection may take to be made. The kernel sends its first packet again after one second and after three, so a
-	// server that is back is reached soon, and not only with the packet of its thirty-first second.
+	// connectTimeout is how long a connection may take to be made. The kernel sends its first packet again after one second and after
+	// three, so a server that is back is reached soon, and not only with the packet of its thirty-first second.
 	connectTimeout = 5 * time.Second
 	// A connection on which nothing has arrived for askAfter is asked for a sign of life, and given up without one for answerWithin: so long is
 	// a change late at most where packets are lost and nobody says so. By client-go's default it would be 45 seconds. Of one question every ten

@@ -18,8 +18,8 @@ import (
 	"nodeproxy/source"
 )
 
-// TestFollowsWhatThereIs: whatever the API server does, and however watches and lists fall together with changes, what has been told of in the end is what
-// there is; and nothing is told of twice.
+// TestFollowsWhatThereIs: whatever the API server does, and however watches and lists fall together with changes, what has been told of in the
+// end is what there is; and nothing is told of twice.
 func TestFollowsWhatThereIs(t *testing.T) {
 	t.Parallel()
 	for seed := range uint64(100) {
@@ -242,8 +242,8 @@ func TestForgottenAgain(t *testing.T) {
 	})
 }
 
-// TestListInParts: objects of the first list are passed on as they arrive, each once; what is gone from one attempt to the next is said to be. A
-// later list is passed on as a whole.
+// TestListInParts: objects of the first list are passed on as they arrive, each once; what is gone from one attempt to the next is said to
+// be. A later list is passed on as a whole.
 func TestListInParts(t *testing.T) {
 	told, batches, complete := map[types.NamespacedName]*v1.Service{}, 0, false
 	s := newStore(resources(Config{Client: &Client{}})[0], func(_ *resource, b source.Batch, all bool) {

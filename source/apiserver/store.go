@@ -53,9 +53,9 @@ func (s *store) begin() {
 	s.listing, s.differs, s.changed, s.asOf = true, map[types.NamespacedName]any{}, map[types.NamespacedName]uint64{}, 0
 }
 
-// list takes an object of the list. Those of the first list are passed on as they arrive, so that not all are in memory at the same time: nothing
-// is programmed before all of them have come. What differs in a later list is passed on as a whole, as is then programmed at once, with what
-// is gone.
+// list takes an object of the list. Those of the first list are passed on as they arrive, so that not all are in memory at the same time:
+// nothing is programmed before all of them have come. What differs in a later list is passed on as a whole, as is then programmed at once,
+// with what is gone.
 func (s *store) list(e watch.Event) {
 	name, version := identify(e.Object)
 	if e.Type == watch.Bookmark || s.later(name, version) {
