@@ -135,6 +135,8 @@ func (f *follower) change(e watch.Event) {
 // complete records that all objects of the list have come.
 func (f *follower) complete(version string) {
 	f.store.complete(number(version))
+	f.setPartial(false)
+	f.heard()
 	if f.version == "" || number(f.version) < number(version) {
 		f.version, f.newest = version, version
 	}
@@ -154,6 +156,7 @@ func (f *follower) watchEnded(err error) {
 	case f.version != "" && (forgotten(err) || apierrors.IsInternalError(err) && f.watches.n >= failures):
 		// After internal errors, it may not be able to send what comes next, or this program to read it.
 		f.version, f.whole, f.alone = "", false, false
+		f.setPartial(true)
 		f.beforeList = f.lists.next(nil, time.Since(f.listed), err)
 	case f.version == "": // It was one from now on, and has brought nothing.
 		f.beforeWatch = f.watches.next(ended.answered, time.Since(ended.asked), err)
