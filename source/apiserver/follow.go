@@ -98,7 +98,6 @@ func (f *follower) openMissing(ctx context.Context) {
 
 // receive takes a message of one of the streams.
 func (f *follower) receive(s *stream, m message) {
-	s.brought = s.brought || m.Object != nil
 	switch {
 	case m.err != nil && s == f.listing:
 		f.listEnded(m.err)
@@ -136,6 +135,8 @@ func (f *follower) change(e watch.Event) {
 // complete records that all objects of the list have come.
 func (f *follower) complete(version string) {
 	f.store.complete(number(version))
+	f.setPartial(false)
+	f.heard()
 	if f.version == "" || number(f.version) < number(version) {
 		f.version, f.newest = version, version
 	}
@@ -152,8 +153,10 @@ func (f *follower) watchEnded(err error) {
 	ended := f.changes
 	f.changes, f.beforeWatch = nil, pause{}
 	switch {
-	case f.version != "" && f.useless(ended, err):
+	case f.version != "" && (forgotten(err) || apierrors.IsInternalError(err) && f.watches.n >= failures):
+		// After internal errors, it may not be able to send what comes next, or this program to read it.
 		f.version, f.whole, f.alone = "", false, false
+		f.setPartial(true)
 		f.beforeList = f.lists.next(nil, time.Since(f.listed), err)
 	case f.version == "": // It was one from now on, and has brought nothing.
 		f.beforeWatch = f.watches.next(ended.answered, time.Since(ended.asked), err)
@@ -187,18 +190,6 @@ func (f *follower) listEnded(err error) {
 	case forgotten(err):
 		f.newest = ""
 	}
-}
-
-// useless reports whether another watch from the version that is known would be of no use, after one that has ended with err.
-func (f *follower) useless(ended *stream, err error) bool {
-	switch {
-	case errors.Is(err, errSilent):
-		// Not even one bookmark has come: the API server may be where that version is still to come, after a backup was restored.
-		return !ended.brought
-	case apierrors.IsInternalError(err):
-		return f.watches.n >= failures // It may not be able to send what comes next, or this program to read it.
-	}
-	return forgotten(err)
 }
 
 // wholeInstead reports whether the next list is to come as a whole, after one that has ended with err: the API server, its storage, or

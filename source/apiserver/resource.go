@@ -47,6 +47,8 @@ type resource struct {
 	// missing says that the API server last answered that it has no such resource for this program.
 	missing bool
 	heardAt time.Time // zero before the first answer
+	// partial says that changes may be missing in what is known until everything is listed: no answer but that confirms it.
+	partial bool
 	failing time.Time // when the current series of failures began; zero if the last request succeeded
 }
 
@@ -66,13 +68,24 @@ func (r *resource) current(now time.Time) source.Watch {
 func (r *resource) heard() {
 	now := time.Now()
 	r.mu.Lock()
-	since := r.failing
-	r.heardAt, r.failing, r.state.Failure, r.missing = now, time.Time{}, "", false
+	since, partial := r.failing, r.partial
+	if r.missing = false; !partial {
+		r.heardAt, r.failing, r.state.Failure = now, time.Time{}, ""
+	}
 	r.mu.Unlock()
-	if !since.IsZero() {
-		r.answers.came()
+	if since.IsZero() {
+		return
+	}
+	if r.answers.came(); !partial {
 		r.log.Info("the API server answers again", "resource", r.name, "after", now.Sub(since).Round(time.Millisecond))
 	}
+}
+
+// setPartial records whether changes may be missing in what is known.
+func (r *resource) setPartial(partial bool) {
+	r.mu.Lock()
+	r.partial = partial
+	r.mu.Unlock()
 }
 
 // failed records a failed request, and logs it if it is the first since a good one.

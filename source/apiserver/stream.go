@@ -48,7 +48,6 @@ type stream struct {
 	messages chan message
 	end      context.CancelFunc // for one of which nothing more is wanted
 	begun    bool               // The first message has been received.
-	brought  bool               // So has another one.
 	// asked is when the request was sent, and answered is closed at an answer to another one since then. They are there with the first
 	// message.
 	asked    time.Time
@@ -146,13 +145,14 @@ func (r *resource) forward(ctx context.Context, q request, s *stream) error {
 	if !s.send(ctx, message{}) {
 		return ctx.Err()
 	}
-	return r.forwardEvents(ctx, w, s, q.lists())
+	return r.forwardEvents(ctx, w, s, q)
 }
 
 // forwardEvents passes on what a watch brings. It gives the watch up once that has delivered nothing for too long: a connection can be dead
 // without being closed, and a server, or a load balancer before it, can forget a watch and keep its connection. Where it begins with a
 // list, that ends with the first bookmark, if the API server understands what was asked of it.
-func (r *resource) forwardEvents(ctx context.Context, w watch.Interface, s *stream, listing bool) error {
+func (r *resource) forwardEvents(ctx context.Context, w watch.Interface, s *stream, q request) error {
+	listing := q.lists()
 	silence := time.NewTimer(r.silence)
 	defer silence.Stop()
 	for {
@@ -160,6 +160,9 @@ func (r *resource) forwardEvents(ctx context.Context, w watch.Interface, s *stre
 		case <-ctx.Done():
 			return ctx.Err()
 		case <-silence.C:
+			if r.isBefore(ctx, q.ResourceVersion) {
+				return apierrors.NewResourceExpired("the API server is at an earlier version than it was, as after a backup was restored")
+			}
 			return fmt.Errorf("for %s, %w", r.silence, errSilent)
 		case e, open := <-w.ResultChan():
 			switch {
@@ -186,6 +189,22 @@ func (r *resource) forwardEvents(ctx context.Context, w watch.Interface, s *stre
 			}
 		}
 	}
+}
+
+// isBefore reports whether the API server is at an earlier version than one that it had. It keeps a watch from that version silent, as it
+// may one of objects that do not change.
+func (r *resource) isBefore(ctx context.Context, version string) bool {
+	if number(version) == 0 {
+		return false
+	}
+	ctx, cancel := context.WithTimeout(ctx, beginning)
+	defer cancel()
+	list, err := r.list(ctx, metav1.ListOptions{Limit: 1})
+	if err != nil {
+		return false
+	}
+	l, err := meta.ListAccessor(list)
+	return err == nil && l.GetResourceVersion() != "" && number(l.GetResourceVersion()) < number(version)
 }
 
 // forwardList passes on a list that comes as a whole.

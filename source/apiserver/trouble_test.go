@@ -48,6 +48,46 @@ func TestNotHeard(t *testing.T) {
 	}
 }
 
+// TestNotWhole: while everything can't be listed again, what a watch from now on brings is passed on, and is no sign that all that is known
+// is current.
+func TestNotWhole(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		c, ill := newCluster(rand.New(rand.NewPCG(1, 1)), 3), false
+		r, got := c.follow(t, func(r *http.Request) (*http.Response, error) {
+			switch q := r.URL.Query(); {
+			case !ill || q.Get("sendInitialEvents") == "false":
+				return c.RoundTrip(r)
+			case q.Get("resourceVersion") != "":
+				return answer(http.StatusGone, statusOf(expired)), nil
+			}
+			return answer(http.StatusInternalServerError, statusOf(internalError)), nil
+		})
+		time.Sleep(time.Minute) // in simulated time: a watch has lasted
+		c.mu.Lock()
+		ill = true
+		c.servers[0].end()
+		c.change("between", false)
+		c.mu.Unlock()
+		time.Sleep(5 * time.Minute) // in simulated time
+		c.mu.Lock()
+		c.change("new", false)
+		c.mu.Unlock()
+		time.Sleep(time.Minute) // in simulated time
+		assert.NotZero(t, got.versions["new"])
+		assert.Zero(t, got.versions["between"])
+		now := r.current(time.Now())
+		assert.Greater(t, now.Age, 5*time.Minute)
+		assert.NotEmpty(t, now.Failure)
+		ill = false
+		time.Sleep(time.Minute) // in simulated time, longer than the pauses
+		got.check("in the end")
+		now = r.current(time.Now())
+		assert.Less(t, now.Age, 2*time.Minute)
+		assert.Empty(t, now.Failure)
+	})
+}
+
 // TestUnreadable: where the API server can't send what comes after a version, everything is listed again.
 func TestUnreadable(t *testing.T) {
 	t.Parallel()
