@@ -22,8 +22,8 @@ import (
 
 // TestAnySchedule: whatever happens to several API servers, and on the way to them, nothing is passed on that is older than what was passed
 // on before, nothing is said to be gone that was not, only what is complete is said to be, and in the end everything has come in time.
-// NODEPROXY_SCHEDULES says how many schedules there are to be, and NODEPROXY_SCHEDULE which one. The pauses of the program are random, so one
-// need not fail each time.
+// NODEPROXY_SCHEDULES says how many schedules there are to be, and NODEPROXY_SCHEDULE which one. The pauses of the program are random, so
+// one need not fail each time.
 func TestAnySchedule(t *testing.T) {
 	t.Parallel()
 	first, n := uint64(0), uint64(300)

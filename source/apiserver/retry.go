@@ -71,17 +71,20 @@ func reached(err error) bool {
 	return errors.As(err, &status)
 }
 
-// rest waits for a pause.
+// rest waits for a pause. An answer does not end it before the shortest one has passed: other requests may get them all the time.
 func (r *resource) rest(ctx context.Context, p pause) {
 	if p.length <= 0 {
 		return
 	}
-	over := time.NewTimer(p.length)
-	defer over.Stop()
-	select {
-	case <-ctx.Done():
-	case <-over.C:
-	case <-p.answered:
+	least := min(p.length, shortest)
+	for _, step := range []pause{{length: least}, {p.length - least, p.answered}} {
+		over := time.NewTimer(step.length)
+		select {
+		case <-ctx.Done():
+		case <-over.C:
+		case <-step.answered:
+		}
+		over.Stop()
 	}
 }
 

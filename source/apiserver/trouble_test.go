@@ -5,6 +5,7 @@ import (
 	"io"
 	"math/rand/v2"
 	"net/http"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"testing/synctest"
@@ -26,9 +27,9 @@ func TestNotHeard(t *testing.T) {
 		t.Run(err.Error(), func(t *testing.T) {
 			t.Parallel()
 			synctest.Test(t, func(t *testing.T) {
-				c, down := newCluster(rand.New(rand.NewPCG(1, 1)), 3), false
+				c, down := newCluster(rand.New(rand.NewPCG(1, 1)), 3), atomic.Bool{}
 				r, got := c.follow(t, func(r *http.Request) (*http.Response, error) {
-					if down {
+					if down.Load() {
 						return nil, err
 					}
 					return c.RoundTrip(r)
@@ -36,7 +37,7 @@ func TestNotHeard(t *testing.T) {
 				time.Sleep(time.Minute) // in simulated time: a watch has lasted
 				got.check("before")
 				c.mu.Lock()
-				down = true
+				down.Store(true)
 				c.servers[0].end()
 				c.mu.Unlock()
 				time.Sleep(5 * time.Minute) // in simulated time
@@ -53,10 +54,10 @@ func TestNotHeard(t *testing.T) {
 func TestNotWhole(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		c, ill := newCluster(rand.New(rand.NewPCG(1, 1)), 3), false
+		c, ill := newCluster(rand.New(rand.NewPCG(1, 1)), 3), atomic.Bool{}
 		r, got := c.follow(t, func(r *http.Request) (*http.Response, error) {
 			switch q := r.URL.Query(); {
-			case !ill || q.Get("sendInitialEvents") == "false":
+			case !ill.Load() || q.Get("sendInitialEvents") == "false":
 				return c.RoundTrip(r)
 			case q.Get("resourceVersion") != "":
 				return answer(http.StatusGone, statusOf(expired)), nil
@@ -65,7 +66,7 @@ func TestNotWhole(t *testing.T) {
 		})
 		time.Sleep(time.Minute) // in simulated time: a watch has lasted
 		c.mu.Lock()
-		ill = true
+		ill.Store(true)
 		c.servers[0].end()
 		c.change("between", false)
 		c.mu.Unlock()
@@ -74,17 +75,52 @@ func TestNotWhole(t *testing.T) {
 		c.change("new", false)
 		c.mu.Unlock()
 		time.Sleep(time.Minute) // in simulated time
+		c.mu.Lock()
 		assert.NotZero(t, got.versions["new"])
 		assert.Zero(t, got.versions["between"])
+		c.mu.Unlock()
 		now := r.current(time.Now())
 		assert.Greater(t, now.Age, 5*time.Minute)
 		assert.NotEmpty(t, now.Failure)
-		ill = false
+		ill.Store(false)
 		time.Sleep(time.Minute) // in simulated time, longer than the pauses
 		got.check("in the end")
 		now = r.current(time.Now())
 		assert.Less(t, now.Age, 2*time.Minute)
 		assert.Empty(t, now.Failure)
+	})
+}
+
+// TestFewListsBesideChanges: a list that fails on the way is not requested again with each change that a watch brings.
+func TestFewListsBesideChanges(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		c, ill, lists := newCluster(rand.New(rand.NewPCG(1, 1)), 3), atomic.Bool{}, atomic.Int32{}
+		_, got := c.follow(t, func(r *http.Request) (*http.Response, error) {
+			switch q := r.URL.Query(); {
+			case !ill.Load() || q.Get("sendInitialEvents") == "false":
+				return c.RoundTrip(r)
+			case q.Get("resourceVersion") != "":
+				return answer(http.StatusGone, statusOf(expired)), nil
+			}
+			lists.Add(1)
+			return nil, syscall.ECONNREFUSED
+		})
+		time.Sleep(time.Minute) // in simulated time: a watch has lasted
+		c.mu.Lock()
+		ill.Store(true)
+		c.servers[0].end()
+		c.mu.Unlock()
+		for range 50 * 60 {
+			c.mu.Lock()
+			c.change("s1", false)
+			c.mu.Unlock()
+			time.Sleep(time.Second / 50) // in simulated time
+		}
+		assert.LessOrEqual(t, lists.Load(), int32(2*60))
+		ill.Store(false)
+		time.Sleep(time.Minute) // in simulated time, longer than the pauses
+		got.check("in the end")
 	})
 }
 
