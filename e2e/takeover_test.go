@@ -73,10 +73,12 @@ func serviceChainRules(listing string) string {
 				inside = inside || strings.HasPrefix(name, prefix)
 			}
 			inside = inside && !strings.HasPrefix(name, "KUBE-EXT-NODEPORTS")
+			inside = inside && !strings.ContainsAny(name, ".:") // a chain of a dispatcher, named after a part of its addresses or ports
 		}
 		if inside {
 			out.WriteString(line + "\n")
 		}
+		inside = inside && strings.TrimSpace(line) != "}"
 	}
 	return out.String()
 }
