@@ -231,8 +231,8 @@ func (s *Sets) header(name string) (actualSet, error) {
 	return h, err
 }
 
-// Sizes returns the number of entries of each of some sets that is there, by its name. It asks for all at once, unless there are others: the
-// kernel walks all entries of a set to say how many there are, with softirqs disabled, and other programs' sets may be large.
+// Sizes returns the number of entries of each of some sets that is there, by its name. It asks for all at once, unless there are others:
+// the kernel walks all entries of a set to say how many there are, with softirqs disabled, and other programs' sets may be large.
 func (s *Sets) Sizes(names []string) (map[string]int, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
