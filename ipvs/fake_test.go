@@ -169,10 +169,12 @@ func (k fakeSets) Ensure(s ipset.Set) (bool, error) {
 
 func bare(e ipset.Entry) ipset.Entry { return member{entry: e}.key().entry }
 
-func (k fakeSets) Sizes() (map[string]int, error) {
+func (k fakeSets) Sizes(names []string) (map[string]int, error) {
 	sizes := map[string]int{}
-	for name, entries := range k.set {
-		sizes[name] = len(entries)
+	for _, name := range names {
+		if entries, there := k.set[name]; there {
+			sizes[name] = len(entries)
+		}
 	}
 	return sizes, nil
 }

@@ -154,7 +154,7 @@ type servers interface {
 type ipsets interface {
 	Names() ([]string, error)
 	Ensure(ipset.Set) (bool, error)
-	Sizes() (map[string]int, error)
+	Sizes(names []string) (map[string]int, error)
 	Entries(ipset.Set) (map[ipset.Entry]struct{}, error)
 	Add(ipset.Set, []ipset.Entry) error
 	Remove(ipset.Set, []ipset.Entry) error

@@ -56,7 +56,7 @@ type named struct {
 
 // count compares numbers of objects with those in the kernel, and returns where they differ. It sees what has been added or removed,
 // unless sums stay the same: entries of sets, and virtual servers, for which c is nil for a family in which they can't be counted. With
-// all, it also sees real servers, which takes longer. sizes are those of all sets, read since r began.
+// all, it also sees real servers, which takes longer. sizes are those of the sets, read since r began.
 func (e *engine) count(r *reading, c counts, sizes map[string]int, all bool) (n named, err error) {
 	want := e.numbers(r)
 	var servers map[ipvs.ServerID]int // nil if as many are there as should be
@@ -167,7 +167,11 @@ func (b *Backend) countAll(c counts, all bool) (why string) {
 	var found drift.Found
 	var failed error
 	readings := map[*engine]*reading{}
+	var sets []string
 	for _, e := range b.Engines {
+		for id := range setCount {
+			sets = append(sets, setName(id, e.family))
+		}
 		if r := e.beginReading(); r != nil { // Otherwise the next sync compares everything.
 			readings[e] = r
 			defer e.endReading(r)
@@ -176,7 +180,7 @@ func (b *Backend) countAll(c counts, all bool) (why string) {
 	if len(readings) == 0 {
 		return ""
 	}
-	sizes, err := b.Engines[0].machine.sets.Sizes()
+	sizes, err := b.Engines[0].machine.sets.Sizes(sets)
 	if err != nil {
 		return err.Error()
 	}

@@ -82,7 +82,7 @@ func (b *Backend) looks(c counts) []*look {
 	few := &look{every: countInterval, share: 500, average: 4, do: func() string { return b.countAll(c, false) }}
 	all := &look{every: countInterval, share: 1000, average: 4, do: func() string {
 		why := b.countAll(c, true)
-		few.next = time.Now().Add(countInterval) // They are among all.
+		few.next = time.Now().Add(max(few.every, few.share*few.cost)) // They are among all.
 		return why
 	}}
 	p := &prober{}

@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -128,6 +129,71 @@ func TestMarkdown(t *testing.T) {
 	require.NoError(t, table.Flush())
 	if want := "| sizes | nodeproxy | kube-proxy | ratio | goal |  |\n|---|---|---|---|---|---|\n| what | 1 | 40 | 1/40 | <= 1/20 | met |\n"; out.String() != want {
 		t.Errorf("got\n%swant\n%s", out.String(), want)
+	}
+}
+
+// TestMarkdownOfSizes: each number of Services has a table with a head of its own.
+func TestMarkdownOfSizes(t *testing.T) {
+	t.Parallel()
+	var out strings.Builder
+	one := func(*options, bool) []row { return []row{{what: "what", key: "k", show: count}} }
+	o := &options{markdown: true, services: []int{1, 2}, endpoints: 3, mode: "ipvs"}
+	comparison{rows: one}.print(newTable(&out), o, [][]figures{{{"k": 1}, {"k": 2}}, {{"k": 3}, {"k": 4}}})
+	tables := strings.Split(out.String(), "\n\n")
+	require.Len(t, tables, 2, out.String())
+	for _, table := range tables {
+		lines := strings.Split(strings.TrimSpace(table), "\n")
+		for i, line := range lines {
+			if strings.Count(line, "|") != 7 || strings.HasPrefix(line, "|---") != (i == 1) {
+				t.Errorf("line %d of\n%s", i, table)
+			}
+		}
+	}
+}
+
+// TestAgainst: another nodeproxy gets the same flags.
+func TestAgainst(t *testing.T) {
+	t.Parallel()
+	program := filepath.Join(t.TempDir(), "program")
+	require.NoError(t, os.WriteFile(program, []byte("#!/bin/sh\necho some v1\n"), 0o755))
+	_, o, err := parse([]string{"api", "-mode=iptables", "-backend=legacy", "-against=" + program})
+	require.NoError(t, err)
+	np, other := o.findProxies()
+	want := []string{"--proxy-mode=iptables", "--iptables-backend=legacy"}
+	if !slices.Equal(np.flags, want) || !slices.Equal(other.flags, want) {
+		t.Errorf("flags %q and %q; want %q", np.flags, other.flags, want)
+	}
+}
+
+// TestMappingsAreRestored: a machine that allows more keeps that, and others get back what they had.
+func TestMappingsAreRestored(t *testing.T) {
+	t.Parallel()
+	file := filepath.Join(t.TempDir(), "max_map_count")
+	is := func(want string) {
+		t.Helper()
+		if got, err := os.ReadFile(file); err != nil || strings.TrimSpace(string(got)) != want {
+			t.Errorf("it is %s, %v; want %s", got, err, want)
+		}
+	}
+	for _, was := range []string{"65530", "1048576", "2000000"} {
+		require.NoError(t, os.WriteFile(file, []byte(was+"\n"), 0o644))
+		restore := allowMappings(file)
+		is(strconv.Itoa(max(1<<20, must(strconv.Atoi(was)))))
+		require.NoError(t, restore())
+		is(was)
+	}
+}
+
+// TestGuestTimeout: an hour of changes is longer than an hour.
+func TestGuestTimeout(t *testing.T) {
+	t.Parallel()
+	for args, want := range map[string]string{
+		"": "3600", "-rate-duration=1h": "10680", "-short": "3600", "-rate-duration=2m -disturb=tables,lock": "3960",
+	} {
+		_, o, err := parse(append([]string{"ipvs"}, strings.Fields(args)...))
+		if err != nil || o.guestTimeout() != want {
+			t.Errorf("%s: %s, %v; want %s", args, o.guestTimeout(), err, want)
+		}
 	}
 }
 

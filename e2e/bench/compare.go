@@ -56,9 +56,6 @@ const (
 // run measures the proxies with each number of Services, prints tables, and returns how many goals are missed.
 func (c comparison) run(ctx context.Context, o *options) (missed int) {
 	np, other := o.findProxies()
-	if len(o.backends) > 0 {
-		np.flags = append(np.flags[:1:1], "--iptables-backend="+o.backends[0])
-	}
 	proxies := []proxy{np, other}
 	if c.without {
 		ipt := np

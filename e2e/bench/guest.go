@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"nodeproxy/e2e/cluster"
 	"nodeproxy/e2e/harness"
@@ -38,22 +39,37 @@ func runOnIPVS(ctx context.Context, o *options) (missed int) {
 	return missed
 }
 
-// allowMappings lets this machine's processes have more mappings until the function that it returns is called. Each page of a process of
-// the test kernel may be one, and most machines allow 65,530: 256 MiB, but an API server with 10,000 Services has more, and then the
-// test kernel ends it.
-func allowMappings() (restore func()) {
-	const file, needed = "/proc/sys/vm/max_map_count", 1 << 20
+// allowMappings lets this machine's processes have more mappings until the function that it returns is called, or this process is
+// interrupted. Each page of a process of the test kernel may be one, and most machines allow 65,530: 256 MiB, but an API server with 10,000
+// Services has more, and then the test kernel ends it.
+func allowMappings(file string) (restore func() error) {
+	const needed = 1 << 20
 	was := strings.TrimSpace(string(must(os.ReadFile(file))))
 	if must(strconv.Atoi(was)) >= needed {
-		return func() {}
+		return func() error { return nil }
 	}
+	restore = harness.AtEnd(func() error { return os.WriteFile(file, []byte(was), 0o644) })
 	check(os.WriteFile(file, []byte(strconv.Itoa(needed)), 0o644))
-	return func() { check(os.WriteFile(file, []byte(was), 0o644)) }
+	return restore
+}
+
+// guestTimeout is in how many seconds a run must be over: an hour, and longer for two proxies whose changes at a pace take more than a
+// minute.
+func (o *options) guestTimeout() string {
+	paces := 1 // the steps of such changes
+	for _, d := range disturbances {
+		if o.disturbs(d.name) {
+			paces++
+		}
+	}
+	longer := 2 * time.Duration(paces) * max(0, o.rateDuration-time.Minute)
+	return strconv.Itoa(int((time.Hour + longer).Seconds()))
 }
 
 func runInside(ctx context.Context, o *options) (missed int) {
 	dir := must(os.MkdirTemp("", "bench-"))
-	defer os.RemoveAll(dir)
+	remove := harness.AtEnd(func() error { return os.RemoveAll(dir) })
+	defer func() { check(remove()) }()
 	nodeproxy := must(harness.BinaryElsewhere(dir))
 	must(cluster.Binaries())
 	self := must(os.Executable())
@@ -64,12 +80,13 @@ func runInside(ctx context.Context, o *options) (missed int) {
 		fmt.Println("# compare what is measured here with each other, not with what was measured elsewhere")
 	}
 	fmt.Printf("# this machine: %s, %d processors, kernel %s\n", machine.Processor(), runtime.NumCPU(), machine.Kernel())
-	defer allowMappings()()
+	restore := allowMappings("/proc/sys/vm/max_map_count")
+	defer func() { check(restore()) }()
 	load := machine.WatchLoad()
 	cmd := exec.CommandContext(ctx, self, append(o.args, "-inside")...)
 	cmd.Env = append(os.Environ(), "NODEPROXY_BIN="+nodeproxy)
 	// What the guest gets where the environment does not say it: memory for a control plane and two proxies, and time.
-	for name, value := range map[string]string{"NODEPROXY_KERNEL_MEMORY": "6G", "NODEPROXY_KERNEL_TIMEOUT": "3600"} {
+	for name, value := range map[string]string{"NODEPROXY_KERNEL_MEMORY": "6G", "NODEPROXY_KERNEL_TIMEOUT": o.guestTimeout()} {
 		if os.Getenv(name) == "" {
 			cmd.Env = append(cmd.Env, name+"="+value)
 		}

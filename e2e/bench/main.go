@@ -48,7 +48,7 @@ var scenarios = []scenario{
 }
 
 // shortRun is a run under all disturbances in about ten minutes: with fewer changes, and with half a minute of each disturbance, in which
-// everything is listed again twice. A p99 is then of 600 changes, of which 6 may be late.
+// everything is listed again twice. A p99 is then of 600 changes, of which 5 take longer.
 const shortRun = "changes=40 kube-proxy-changes=8 turns=2 rate-duration=30s idle=1m disturb=all"
 
 // lastSteps come when the turns are over.

@@ -31,11 +31,15 @@ type proxy struct {
 // findProxies finds nodeproxy and what it is compared with, to be run in the mode, and asks for their versions.
 func (o *options) findProxies() (np, other proxy) {
 	np = proxy{name: nodeProxy, program: nodeProxy, path: must(harness.Binary()), flags: []string{"--proxy-mode=" + o.mode}}
+	if len(o.backends) > 0 {
+		np.flags = append(np.flags, "--iptables-backend="+o.backends[0])
+	}
 	np.version, other = versionOf(np.path, "version"), np
 	if o.against != "" {
 		other.name, other.path, other.version = another, o.against, versionOf(o.against, "version")
 		return np, other
 	}
+	other.flags = other.flags[:1:1] // It has the mode alone: kube-proxy has no flag for the variant.
 	other.name, other.program, other.path = kubeProxy, kubeProxy, filepath.Join(must(cluster.Binaries()), kubeProxy)
 	other.version = versionOf(other.path, "--version")
 	return np, other

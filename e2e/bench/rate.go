@@ -32,12 +32,18 @@ func (b *bench) paced(ctx context.Context, n *node, series string) {
 	count := int(b.rateDuration.Seconds() * float64(b.options.rate))
 	made := make(chan *outstanding, count) // sending never waits for the probes
 	failed := make(chan error, count)
+	over := make(chan struct{}) // Where one comes too late, others may be left to make.
+	defer close(over)
 	go func() {
 		defer close(made)
 		tick := time.NewTicker(time.Second / time.Duration(b.options.rate))
 		defer tick.Stop()
 		for range count {
-			<-tick.C
+			select {
+			case <-over:
+				return
+			case <-tick.C:
+			}
 			s, patch, err := b.prepareChange()
 			if err != nil {
 				failed <- err

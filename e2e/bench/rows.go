@@ -20,8 +20,8 @@ func (c comparison) print(t *table, o *options, results [][]figures) {
 		heading := fmt.Sprintf("%d Services x %d endpoints, mode %s", o.services[i], o.endpoints, o.modeName())
 		t.head(slices.Concat([]string{heading}, columns, []string{"ratio", "goal", ""})...)
 		t.compare(c.rows(o, i == len(results)-1), r...)
-		if len(results) > 1 {
-			t.line("", "", "", "", "", "")
+		if i < len(results)-1 || len(results) > 1 && !t.markdown { // In Markdown, the last row needs the head of the table before.
+			t.end(6)
 		}
 	}
 	if last := len(results) - 1; last > 0 {

@@ -50,6 +50,15 @@ func (t *table) line(cells ...string) {
 	fmt.Fprintln(t, strings.Join(cells, "\t"))
 }
 
+// end adds an empty line behind a table that another one follows.
+func (t *table) end(columns int) {
+	if t.markdown {
+		fmt.Fprintln(t)
+		return
+	}
+	t.line(make([]string, columns)...)
+}
+
 // head adds the first line.
 func (t *table) head(cells ...string) {
 	if t.line(cells...); t.markdown {

@@ -53,7 +53,9 @@ func compareVIPs(ctx context.Context, o *options) {
 		}
 	}
 	t := newTable(os.Stdout)
-	t.line(fmt.Sprintf("\n%d Services x %d endpoints, IPv4", o.vips, o.endpoints), "routes", "addresses")
+	t.markdown = o.markdown
+	fmt.Println()
+	t.head(fmt.Sprintf("%d Services x %d endpoints, IPv4", o.vips, o.endpoints), "routes", "addresses")
 	for i, c := range results[0] {
 		t.line(c.what, c.String(), results[1][i].String())
 	}

@@ -36,6 +36,7 @@ func worldsAtOnce() int {
 var live = struct {
 	sync.Mutex
 	worlds map[*World]bool
+	atEnd  []func() error
 	dir    string
 	lock   *os.File
 }{worlds: map[*World]bool{}}
@@ -75,12 +76,24 @@ func Supervise(run func() int) int {
 	return code
 }
 
+// AtEnd has Sweep call a function, unless the function that it returns has been called, which calls it too.
+func AtEnd(do func() error) (now func() error) {
+	once := sync.OnceValue(do)
+	live.Lock()
+	defer live.Unlock()
+	live.atEnd = append(live.atEnd, once)
+	return once
+}
+
 // Sweep ends and removes everything that this process has made and not yet removed.
 func Sweep() error {
 	live.Lock()
-	worlds := slices.Collect(maps.Keys(live.worlds))
+	worlds, atEnd := slices.Collect(maps.Keys(live.worlds)), slices.Clone(live.atEnd)
 	live.Unlock()
 	var errs []error
+	for _, do := range atEnd {
+		errs = append(errs, do())
+	}
 	for _, w := range worlds {
 		errs = append(errs, w.Close())
 	}

@@ -16,8 +16,9 @@ import (
 
 // Sets are the ipsets of a network namespace.
 type Sets struct {
-	mu   sync.Mutex
-	conn *netlink.Conn
+	mu    sync.Mutex
+	conn  *netlink.Conn
+	alone bool // When Sizes looked last, there were no sets but those that it was asked for.
 }
 
 // OpenSets loads the kernel modules of ipset if necessary and possible. The error names those that are missing.
@@ -103,6 +104,10 @@ func isSetError(err error, number int32) bool {
 func (s *Sets) Names() ([]string, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	return s.names()
+}
+
+func (s *Sets) names() ([]string, error) {
 	var names []string
 	err := s.dump(listMessage("", flagListNames), func() { names = nil }, func(body []byte) error {
 		if name := netlink.Attribute(behindHeader(body), setAttrName); name != nil {
@@ -226,19 +231,52 @@ func (s *Sets) header(name string) (actualSet, error) {
 	return h, err
 }
 
-// Sizes returns the number of entries of each set, by its name.
-func (s *Sets) Sizes() (map[string]int, error) {
+// Sizes returns the number of entries of each of some sets that is there, by its name. It asks for all at once, unless there are others:
+// the kernel walks all entries of a set to say how many there are, with softirqs disabled, and other programs' sets may be large.
+func (s *Sets) Sizes(names []string) (map[string]int, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	var sizes map[string]int
-	err := s.dump(listMessage("", flagListHeader), func() { sizes = map[string]int{} }, func(body []byte) error {
+	sizes, err := s.sizes(names)
+	if err != nil {
+		return nil, fmt.Errorf("reading the sizes of ipsets: %w", err)
+	}
+	return sizes, nil
+}
+
+func (s *Sets) sizes(names []string) (map[string]int, error) {
+	other := func(name string) bool { return !slices.Contains(names, name) }
+	if !s.alone {
+		there, err := s.names()
+		if err != nil {
+			return nil, err
+		}
+		if s.alone = !slices.ContainsFunc(there, other); !s.alone {
+			return s.sizesOf(slices.DeleteFunc(there, other))
+		}
+	}
+	sizes := map[string]int{}
+	err := s.dump(listMessage("", flagListHeader), func() { clear(sizes) }, func(body []byte) error {
 		if name := netlink.Attribute(behindHeader(body), setAttrName); name != nil {
 			sizes[netlink.Text(name)] = int(parseSet(body).elements)
 		}
 		return nil
 	})
-	if err != nil {
-		return nil, fmt.Errorf("reading the sizes of ipsets: %w", err)
+	there := len(sizes)
+	maps.DeleteFunc(sizes, func(name string, _ int) bool { return other(name) })
+	s.alone = err == nil && len(sizes) == there
+	return sizes, err
+}
+
+// sizesOf asks for one set after the other.
+func (s *Sets) sizesOf(names []string) (map[string]int, error) {
+	sizes := map[string]int{}
+	for _, name := range names {
+		switch h, err := s.header(name); {
+		case err == nil:
+			sizes[name] = int(h.elements)
+		case !errors.Is(err, unix.ENOENT): // It may have been removed meanwhile.
+			return nil, err
+		}
 	}
 	return sizes, nil
 }

@@ -91,7 +91,8 @@ func TestSetsReadBack(t *testing.T) {
 						t.Errorf("%+v: entries %v, %v; want %v", set, got, err, want)
 					}
 				}
-				if sizes, err := s.Sizes(); err != nil || len(sizes) != n || sizes[set.Name] != len(want) {
+				sizes, err := s.Sizes([]string{set.Name, "SET-0"}) // There are others, but for the first time.
+				if err != nil || !maps.Equal(sizes, map[string]int{set.Name: len(want)}) {
 					t.Errorf("%+v: sizes %v, %v; want %d", set, sizes, err, len(want))
 				}
 				lines := []string{set.CreateText()}
@@ -120,8 +121,9 @@ func TestSetsReadBack(t *testing.T) {
 	if err != nil || len(names) != n || !slices.IsSorted(names) {
 		t.Errorf("names %v, %v; want %d", names, err, n)
 	}
-	sizes, err := s.Sizes()
+	sizes, err := s.Sizes(names)
 	require.NoError(t, err)
+	require.Len(t, sizes, n)
 	for _, name := range names {
 		assert.Equal(t, 1, sizes[name], name)
 	}
@@ -290,12 +292,46 @@ func BenchmarkAddEntries(b *testing.B) {
 	}
 }
 
+// TestSizesBesideOthers: sets of other programs are not counted, when they are there from the beginning, come and go.
+func TestSizesBesideOthers(t *testing.T) {
+	s := openSets(t)
+	others := [2]string{"OTHER", "ANOTHER"}
+	nstest.Exec(t, "ipset", "create", others[0], "hash:ip")
+	sets := []Set{{Name: "SET-1", Type: "hash:ip,port", Family: plan.IPv4}, {Name: "SET-2", Type: "hash:ip,port", Family: plan.IPv6}}
+	for _, set := range sets {
+		_, err := s.Ensure(set)
+		require.NoError(t, err)
+		require.NoError(t, s.Add(set, samples(set.Type, set.Family)))
+	}
+	looks := func(alone bool, want map[string]int) {
+		t.Helper()
+		got, err := s.Sizes([]string{sets[0].Name, sets[1].Name})
+		if err != nil || !maps.Equal(got, want) || s.alone != alone {
+			t.Errorf("got %v, %v, alone: %t; want %v, %t", got, err, s.alone, want, alone)
+		}
+	}
+	n := len(samples(sets[0].Type, plan.IPv4))
+	both := map[string]int{sets[0].Name: n, sets[1].Name: n}
+	looks(false, both)
+	looks(false, both)
+	nstest.Exec(t, "ipset", "destroy", others[0])
+	looks(true, both)
+	looks(true, both)
+	nstest.Exec(t, "ipset", "create", others[1], "hash:ip")
+	looks(false, both)
+	looks(false, both)
+	require.NoError(t, s.Destroy(sets[0].Name))
+	looks(false, map[string]int{sets[1].Name: n})
+}
+
 // BenchmarkSizes is what it costs to ask for the sizes of 34 sets, one of which has many entries, at once and set by set.
 func BenchmarkSizes(b *testing.B) {
 	s := openSets(b)
 	var sets []Set
+	var names []string
 	for i := range 34 {
 		sets = append(sets, Set{Name: fmt.Sprintf("SET-%d", i), Type: "hash:ip,port", Family: plan.IPv4})
+		names = append(names, sets[i].Name)
 		_, err := s.Ensure(sets[i])
 		require.NoError(b, err)
 	}
@@ -310,7 +346,7 @@ func BenchmarkSizes(b *testing.B) {
 		require.NoError(b, s.Add(sets[0], entries))
 		b.Run(fmt.Sprint(n, " at once"), func(b *testing.B) {
 			for b.Loop() {
-				sizes, err := s.Sizes()
+				sizes, err := s.Sizes(names)
 				require.NoError(b, err)
 				require.Equal(b, n, sizes[sets[0].Name])
 			}

@@ -213,8 +213,8 @@ type service struct {
 	traffic Traffic
 }
 
-// lists are sockets to dump by. The parts of their dumps differ in length; with long parts there are few, from each of which on the kernel begins
-// at the first server again.
+// lists are sockets to dump by. The parts of their dumps differ in length; with long parts there are few, from each of which on the kernel
+// begins at the first server again.
 type lists [2]*netlink.Conn
 
 func dialLists() (l lists, err error) {
