@@ -362,8 +362,8 @@ func (p *Proxier) compare(ctx context.Context) bool {
 	return false
 }
 
-// unchanged reports whether the comparison that is due would find nothing, and records it then. How long it took says nothing about the next
-// one, and so is not recorded.
+// unchanged reports whether the comparison that is due would find nothing, and records it then. How long it took says nothing about the
+// next one, and so is not recorded.
 func (p *Proxier) unchanged() bool {
 	p.mu.Lock()
 	suspected := !p.suspectedFirst.IsZero()
