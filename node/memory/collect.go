@@ -31,7 +31,9 @@ const leastGrowth = 8
 // worthwhile reports whether a heap of now bytes is to be collected, of which live were in use after the last collection, and which is
 // collected anyway when it has goal bytes. Where a limit of memory leaves it next to no room, each change would lead to a collection; there
 // are enough then that begin by themselves, and these never take more than half of the processor time.
-func worthwhile(live, goal, now uint64) bool { return goal > live+live/leastGrowth && 2*now > live+goal }
+func worthwhile(live, goal, now uint64) bool {
+	return goal > live+live/leastGrowth && 2*now > live+goal
+}
 
 func collectBetween(ctx context.Context, worked <-chan struct{}, due func() bool, collect func()) {
 	for {
