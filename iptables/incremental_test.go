@@ -38,6 +38,23 @@ func fakeEngine(f plan.Family) (*engine, *xtablestest.Kernel) {
 	return e, k
 }
 
+// TestRewritesInSteps: where many ServicePorts have other endpoints, and nothing changes in what leads to them, no run of iptables-restore
+// has more chains than it should.
+func TestRewritesInSteps(t *testing.T) {
+	t.Parallel()
+	e, k := fakeEngine(plan.IPv4)
+	program(t, e, plantest.Large(200, 3), plan.Everything())
+	k.Restores = nil
+	p := plantest.Large(200, 4)
+	program(t, e, p, plan.Everything())
+	same(t, "the kernel holds something else", textOfKernel(k), textOf(desired(p, plan.IPv4, e.options)))
+	for _, text := range k.Restores {
+		if n := strings.Count(text, "\n:"); n > e.MaxNames {
+			t.Errorf("a run writes %d chains, of at most %d names", n, e.MaxNames)
+		}
+	}
+}
+
 // subset is a large plan of which each ServicePort is there or not, with more or fewer endpoints.
 func subset(t *rapid.T, label string) *plan.Plan {
 	p := plan.New(plan.Node{Name: "node-1"}, plan.Settings{LocalhostNodePorts: true})

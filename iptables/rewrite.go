@@ -98,14 +98,13 @@ func (f *fullSync) dispatchAtOnce(todo []xtables.Change) (bool, error) {
 	for _, o := range f.rewrites {
 		step = append(step, o.changes...)
 	}
+	step = append(step, todo...)
 	var load xtables.Load
-	load.Add(step...)
-	for _, c := range todo {
+	for _, c := range step {
 		if load.Add(c); f.Full(load) {
 			return false, nil
 		}
 	}
-	step = append(step, todo...)
 	err := f.write(inOrder(step, names.NAT, names.Filter))
 	if xtables.IsRefused(err) {
 		return false, nil // In steps it turns out by what.

@@ -20,7 +20,7 @@ import (
 // of connections, and the packets and bytes after that are not known. A connection whose first packet is dropped later on is
 // counted again with each further try; one that is refused, as there are no endpoints, is not counted.
 //
-// A chain that changes begins at zero, and with it the counters of up to 32 other frontends. What is reported of a ServicePort is
+// A chain that changes begins at zero, and with it the counters of up to 15 other frontends. What is reported of a ServicePort is
 // the sum of how much each of its rules has grown by, so that it does not fall; what was counted between the last time that
 // a rule was read and its end is lost.
 //

@@ -159,13 +159,15 @@ func (p *ownPorts) dial() (kernel, error) {
 	return c, nil
 }
 
-// Watch calls suspect, with the reason, when another program has changed a table of ours. It returns when ctx ends, or with an error if
-// it can't watch: then only a full sync detects changes.
+// Watch calls suspect, with the reason, when another program may have changed a table of ours. It begins with a call: nothing reports what
+// happened since the first sync has read the table. It returns when ctx ends, or with an error if it can't watch: then only comparisons
+// that are due by time detect changes.
 func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
 	watch, err := nft.Watch(names.NFTables)
 	if err != nil {
 		return err
 	}
+	suspect("changes by other programs were not watched for until now")
 	watch(ctx, func(c nft.Change) {
 		if _, own := b.ports.Load(c.Port); !own && slices.Contains(b.Families(), c.Family) {
 			suspect(fmt.Sprintf("table %s %s of nftables was changed", nft.FamilyName(c.Family), names.NFTables))

@@ -250,3 +250,17 @@ func BenchmarkChangeDuringComparison(b *testing.B) {
 		})
 	}
 }
+
+// TestWatchBegins: what other programs changed before they were watched for leads to a comparison, too. That need not wait until one is
+// due by time, which after a long first sync may be half an hour.
+func TestWatchBegins(t *testing.T) {
+	nstest.Enter(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	suspicions := 0
+	b := &Backend{ports: &ownPorts{}}
+	require.NoError(t, b.Watch(ctx, func(string) {
+		suspicions++
+		cancel()
+	}))
+	require.Equal(t, 1, suspicions)
+}

@@ -126,11 +126,13 @@ const burst = 500 * time.Millisecond
 // Before a sync of changes, others may gather that come close behind the first of them: where many Services change at once, the API server
 // tells of one after the other, and all others would wait for a sync of the first one alone. That ends when none has come for a part in
 // gatherShare of the time that a sync takes, or after a part in gatherMost. Where the former is less than gatherLeast, syncs take so little
-// time that they need not wait for anything.
+// time that they need not wait for anything. A sync that took longer than gatherLong counts as one of gatherLong: it may have waited for
+// another program, and so may the one before.
 const (
 	gatherShare = 32
 	gatherMost  = 2
 	gatherLeast = 500 * time.Microsecond
+	gatherLong  = time.Second
 )
 
 // Proxier receives batches of objects, and syncs its backend whenever they change the plan.
@@ -360,8 +362,8 @@ func (p *Proxier) compare(ctx context.Context) bool {
 	return false
 }
 
-// unchanged reports whether the comparison that is due would find nothing, and records it then. How long it took says nothing about the next
-// one, and so is not recorded.
+// unchanged reports whether the comparison that is due would find nothing, and records it then. How long it took says nothing about the
+// next one, and so is not recorded.
 func (p *Proxier) unchanged() bool {
 	p.mu.Lock()
 	suspected := !p.suspectedFirst.IsZero()
@@ -629,7 +631,7 @@ func (p *Proxier) usual() time.Duration {
 
 // gather waits for changes that come close behind the first of them.
 func (p *Proxier) gather(ctx context.Context) {
-	usual := p.usual()
+	usual := min(p.usual(), gatherLong)
 	quiet := usual / gatherShare
 	if quiet < gatherLeast || p.full || p.retry > 0 || p.more() {
 		return

@@ -162,6 +162,31 @@ func TestChangesGather(t *testing.T) {
 	expect(t, calls, "0s: all of 1", "1s: 1 of 2", "2.003s: 1 of 3", "3.046s: 10 of 13", "4.196s: 54 of 67", "4.516s: 46 of 113")
 }
 
+// TestGatheringEnds: where syncs have taken long, as for another program that held the lock, changes still do not wait for others longer than
+// half a second.
+func TestGatheringEnds(t *testing.T) {
+	t.Parallel()
+	r := &recorder{takes: 30 * time.Second}
+	calls := run(t, r, 0, func(p *Proxier) {
+		p.Apply(batch("a", 80, true))
+		time.Sleep(time.Minute)
+		for i := range 2 {
+			p.Apply(batch("b", int32(80+i), false))
+			time.Sleep(time.Minute)
+		}
+		synctest.Wait()
+		r.calls, r.start, r.takes = nil, time.Now(), time.Millisecond
+		for i := range 60 {
+			p.Apply(batch("c", int32(80+i), false))
+			time.Sleep(10 * time.Millisecond)
+		}
+		time.Sleep(400 * time.Millisecond)
+		p.Apply(batch("d", 80, false))
+		time.Sleep(time.Second)
+	})
+	expect(t, calls, "500ms: 1 of 3", "635ms: 1 of 3", "1s: 1 of 4")
+}
+
 // TestChangesInARowRest: a burst of changes is programmed without rest; where they go on, syncs get four fifths of the time.
 func TestChangesInARowRest(t *testing.T) {
 	t.Parallel()

@@ -15,8 +15,8 @@ import (
 // and a quarter of the memory is left to others.
 const heapGrowth = 40
 
-// lateGrowth is the same when the start is over, and most collections begin at half of it (memory.CollectBetween). The rest is room for what
-// 100 changes at once, or a comparison, leave behind.
+// lateGrowth is the same when the start is over, and most collections begin at half of it (memory.CollectBetween). The other half is room
+// for what 100 changes at once, or a comparison, leave behind.
 const lateGrowth = 50
 
 // limitMemory has garbage collected more often where this process comes near the limit of its container, unless the environment variable

@@ -9,8 +9,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// lockFile tells when programs of the legacy variant have ended: each opens the file of the xtables lock, holds the lock while it works, and
-// closes the file. nil tells nothing.
+// lockFile tells when programs of the legacy variant have ended: each opens the file of the xtables lock, holds the lock while it works,
+// and closes the file. nil tells nothing.
 type lockFile struct{ events *os.File }
 
 // openLockFile makes the file if there is none, as those programs do.

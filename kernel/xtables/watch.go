@@ -95,9 +95,8 @@ func (w *Watch) Open() (func(context.Context, func(string)), error) {
 
 // PollInterval is how often the sizes of tables are read without a sign that a program has worked, as by one that takes no lock or another
 // one, and pollOften the same where there are no signs. A thread that wakes up wakes others in turn: four times a second is 30 of these.
-// ReportInterval is the least time between two suspicions, unless a table
-// has lost entries: those may be ours, and Services may be without rules, while a program that adds to its own rules all the time
-// is not to cost a comparison each time.
+// ReportInterval is the least time between two suspicions, unless a table has lost entries: those may be ours, and Services may be without
+// rules, while a program that adds to its own rules all the time is not to cost a comparison each time.
 const (
 	PollInterval   = time.Second
 	pollOften      = 250 * time.Millisecond
@@ -175,14 +174,14 @@ func (w *Watch) poll(ctx context.Context, lock *lockFile, suspect func(string)) 
 	}
 }
 
-// Changed names the tables that others have changed since the last time, if it is time to report them.
+// Changed names the tables that others have changed since the last time, if it is time to report them. While rules are written, it is those
+// that were noted before: where one sync follows the other, hardly any look comes between them.
 func (w *Watch) Changed() []string {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if w.busy > 0 {
-		return nil
+	if w.busy == 0 {
+		w.note()
 	}
-	w.note()
 	if len(w.noted) == 0 || !w.lost && time.Since(w.last) < ReportInterval {
 		return nil
 	}

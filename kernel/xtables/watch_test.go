@@ -43,6 +43,26 @@ func TestChangesDuringSync(t *testing.T) {
 	assert.Equal(t, []string{"table nat (IPv4)"}, w.Changed(), "fewer entries than before are told at once")
 }
 
+// TestToldDuringSync: what was noticed before a sync need not wait for a look between two syncs.
+func TestToldDuringSync(t *testing.T) {
+	nstest.Enter(t)
+	var w Watch
+	ours := findProgram(t, Legacy, plan.IPv4)
+	w.Add(ours, names.NAT)
+	sh(t, "iptables-legacy -w -t nat -N EARLIER")
+	_, err := w.Open()
+	require.NoError(t, err)
+	t.Cleanup(w.probe.close)
+
+	sh(t, "iptables-legacy -w -t nat -A EARLIER -j RETURN")
+	done := w.Writing()
+	require.NoError(t, ours.Restore("*nat\n:KUBE-A - [0:0]\nCOMMIT\n"))
+	assert.Equal(t, []string{"table nat (IPv4)"}, w.Changed())
+	assert.Empty(t, w.Changed())
+	done()
+	assert.Empty(t, w.Changed())
+}
+
 // TestLockReleased: what a program of the legacy variant has done is noticed when it ends, not at the next look.
 func TestLockReleased(t *testing.T) {
 	nstest.Enter(t)

@@ -46,3 +46,24 @@ func TestCollectBetween(t *testing.T) {
 		after(time.Hour, 3, 1)
 	})
 }
+
+// TestWorthwhile: half of the room must be used up, and there must be some.
+func TestWorthwhile(t *testing.T) {
+	t.Parallel()
+	for _, test := range []struct {
+		live, goal, now uint64
+		want            bool
+	}{
+		{100, 150, 125, false},
+		{100, 150, 126, true},
+		{100, 150, 170, true},
+		{100, 120, 112, true},
+		{100, 100, 101, false}, // The limit of memory is below what is in use.
+		{100, 105, 104, false},
+		{0, 4, 3, true},
+	} {
+		if got := worthwhile(test.live, test.goal, test.now); got != test.want {
+			t.Errorf("%d of %d, %d live: %t", test.now, test.goal, test.live, got)
+		}
+	}
+}
