@@ -41,10 +41,6 @@ func runTests(m *testing.M) int {
 	return code
 }
 
-// impatient has the daemons test a connection on which nothing comes, and give it up, sooner than by default (30 s and 15 s), so that a test of that
-// need not take a minute. This process has the defaults: an answer takes long on a busy machine.
-var impatient = []string{"HTTP2_READ_IDLE_TIMEOUT_SECONDS=4", "HTTP2_PING_TIMEOUT_SECONDS=2"}
-
 // lab is a World with a control plane on node3 and nodeproxy on node1.
 type lab struct {
 	*harness.World
@@ -61,7 +57,6 @@ var clusterCIDR = "--cluster-cidr=" + harness.ClusterCIDR4.String() + "," + harn
 func newLab(t *testing.T, variant harness.Variant) *lab {
 	t.Helper()
 	w := harness.New(t, harness.Options{})
-	w.DaemonEnv = impatient
 	cp, err := Start(w, w.Nodes[2].Host)
 	require.NoError(t, err)
 	t.Cleanup(func() {
