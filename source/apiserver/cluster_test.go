@@ -129,14 +129,9 @@ func objects(log []change, version int) map[string]int {
 
 // change changes an object, or removes it. The servers learn of it in their time.
 func (c *cluster) change(name string, gone bool) {
-	kind, had := "MODIFIED", objects(c.log, c.version)[name] != 0
-	switch {
-	case gone && !had:
+	kind := kindOf(objects(c.log, c.version)[name] != 0, gone)
+	if kind == "" {
 		return
-	case gone:
-		kind = "DELETED"
-	case !had:
-		kind = "ADDED"
 	}
 	c.version += c.step
 	c.log = append(c.log, change{c.version, kind, name})

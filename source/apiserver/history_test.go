@@ -79,14 +79,9 @@ func (h *history) change(name string, gone bool) {
 }
 
 func (p *past) change(name string, gone bool) {
-	kind, had := "MODIFIED", p.objects[name] != 0
-	switch {
-	case gone && !had:
+	kind := kindOf(p.objects[name] != 0, gone)
+	if kind == "" {
 		return
-	case gone:
-		kind = "DELETED"
-	case !had:
-		kind = "ADDED"
 	}
 	p.version++
 	if p.objects[name] = p.version; gone {
@@ -95,6 +90,19 @@ func (p *past) change(name string, gone bool) {
 	p.log = append(p.log, occurrence{p.version, kind, name})
 	close(p.changed)
 	p.changed = make(chan struct{})
+}
+
+// kindOf returns what a watch says of a change; "" where nothing changes.
+func kindOf(had, gone bool) string {
+	switch {
+	case gone && !had:
+		return ""
+	case gone:
+		return "DELETED"
+	case !had:
+		return "ADDED"
+	}
+	return "MODIFIED"
 }
 
 // end ends all watches, and forgets the history if the versions from which they would go on are to be too old. Services change at the same

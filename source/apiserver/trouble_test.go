@@ -49,21 +49,28 @@ func TestNotHeard(t *testing.T) {
 	}
 }
 
+// unlisted answers as the cluster does but, while it is ill, knows no version any more, and answers lists by what list returns.
+func (c *cluster) unlisted(ill *atomic.Bool, list func() (*http.Response, error)) roundTrip {
+	return func(r *http.Request) (*http.Response, error) {
+		switch q := r.URL.Query(); {
+		case !ill.Load() || q.Get("sendInitialEvents") == "false":
+			return c.RoundTrip(r)
+		case q.Get("resourceVersion") != "":
+			return answer(http.StatusGone, statusOf(expired)), nil
+		}
+		return list()
+	}
+}
+
 // TestNotWhole: while everything can't be listed again, what a watch from now on brings is passed on, and is no sign that all that is known
 // is current.
 func TestNotWhole(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		c, ill := newCluster(rand.New(rand.NewPCG(1, 1)), 3), atomic.Bool{}
-		r, got := c.follow(t, func(r *http.Request) (*http.Response, error) {
-			switch q := r.URL.Query(); {
-			case !ill.Load() || q.Get("sendInitialEvents") == "false":
-				return c.RoundTrip(r)
-			case q.Get("resourceVersion") != "":
-				return answer(http.StatusGone, statusOf(expired)), nil
-			}
+		r, got := c.follow(t, c.unlisted(&ill, func() (*http.Response, error) {
 			return answer(http.StatusInternalServerError, statusOf(internalError)), nil
-		})
+		}))
 		time.Sleep(time.Minute) // in simulated time: a watch has lasted
 		c.mu.Lock()
 		ill.Store(true)
@@ -96,16 +103,10 @@ func TestFewListsBesideChanges(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		c, ill, lists := newCluster(rand.New(rand.NewPCG(1, 1)), 3), atomic.Bool{}, atomic.Int32{}
-		_, got := c.follow(t, func(r *http.Request) (*http.Response, error) {
-			switch q := r.URL.Query(); {
-			case !ill.Load() || q.Get("sendInitialEvents") == "false":
-				return c.RoundTrip(r)
-			case q.Get("resourceVersion") != "":
-				return answer(http.StatusGone, statusOf(expired)), nil
-			}
+		_, got := c.follow(t, c.unlisted(&ill, func() (*http.Response, error) {
 			lists.Add(1)
 			return nil, syscall.ECONNREFUSED
-		})
+		}))
 		time.Sleep(time.Minute) // in simulated time: a watch has lasted
 		c.mu.Lock()
 		ill.Store(true)
