@@ -4,7 +4,6 @@ import (
 	"context"
 	"maps"
 	"slices"
-	"time"
 
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/names"
@@ -41,29 +40,17 @@ func (e *engine) snapshot() (s *rules, full int) {
 // comparable reports whether it is known what the kernel should hold, and no sync of everything has something to try.
 func (e *engine) comparable() bool { return e.current != nil && e.kept == nil && !e.refusedIsDue() }
 
-// generation is that of the tables, whatever the variant: see Program.Generation.
-func (e *engine) generation() uint32 {
-	if k, tells := e.Kernel.(interface{ Generation() uint32 }); tells {
-		return k.Generation()
-	}
-	return 0
-}
+// Unchanged is AllUnchanged by the number that the kernel gives each state of nf_tables.
+func (b *Backend) Unchanged() bool { return b.AllUnchanged((*engine).unchanged) }
 
-// Unchanged reports whether nothing at all has changed in nf_tables, by whomever, since CompareBeside has found everything as it should be.
-// That counts as another comparison. It must not be called during a Sync or Compare.
-func (b *Backend) Unchanged() bool {
-	begin := time.Now()
-	for _, e := range b.Engines {
-		if e.asItShould == 0 || !e.comparable() || e.generation() != e.asItShould {
-			return false
-		}
+// unchanged is Unchanged for one family. The sysctl that node ports at localhost need is no part of what is numbered.
+func (e *engine) unchanged() bool {
+	if e.asItShould == 0 || !e.comparable() || e.Kernel.Generation() != e.asItShould {
+		return false
 	}
-	for _, e := range b.Engines {
-		if e.current.localnet() {
-			e.openLocalnet()
-		}
+	if e.current.localnet() {
+		e.openLocalnet()
 	}
-	b.Report(drift.Report{Took: time.Since(begin)})
 	return true
 }
 
@@ -85,7 +72,7 @@ type comparison struct {
 
 // CompareBeside implements backend.Engine.
 func (e *engine) CompareBeside(ctx context.Context) (found drift.Found, again bool, err error) {
-	generation := e.generation()
+	generation := e.Kernel.Generation()
 	s, full := e.snapshot()
 	if s == nil {
 		return nil, true, nil

@@ -42,16 +42,8 @@ func (e *engine) comparable() bool {
 	return e.current != nil && e.kernel != nil
 }
 
-// Unchanged reports whether nothing at all has changed in nftables, by whomever, since Compare has found everything as it should be. That
-// counts as another comparison. It must not be called during a Sync or Compare.
-func (b *Backend) Unchanged() bool {
-	begin := time.Now()
-	if slices.ContainsFunc(b.Engines, func(e *engine) bool { return !e.unchanged() }) {
-		return false
-	}
-	b.Report(drift.Report{Took: time.Since(begin)})
-	return true
-}
+// Unchanged is AllUnchanged by the number that the kernel gives each state of nf_tables.
+func (b *Backend) Unchanged() bool { return b.AllUnchanged((*engine).unchanged) }
 
 // unchanged is Unchanged for one family. The clients that rules remember are no part of what is numbered.
 func (e *engine) unchanged() bool {

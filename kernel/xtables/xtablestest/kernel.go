@@ -61,6 +61,9 @@ func (k *Kernel) report() {
 	}
 }
 
+// Generation is as that of xtables.Kernel. There is none.
+func (*Kernel) Generation() uint32 { return 0 }
+
 // Restore is as that of xtables.Kernel.
 func (k *Kernel) Restore(text string) error {
 	k.Restores = append(k.Restores, text)
