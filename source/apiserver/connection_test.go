@@ -75,9 +75,9 @@ func (l *pipes) hang() {
 	l.open = nil
 }
 
-// ServeHTTP answers as the history does.
-func (h *history) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	answer, err := h.answer(r)
+// ServeHTTP implements http.Handler.
+func (c cluster) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	answer, err := c.RoundTrip(r)
 	if err != nil {
 		panic(http.ErrAbortHandler)
 	}
@@ -99,14 +99,14 @@ func (h *history) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 func TestHungConnection(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		h, l := newHistory(), &pipes{accept: make(chan net.Conn), closed: make(chan struct{})}
-		server := httptest.NewUnstartedServer(h)
+		c, l := newCluster(), &pipes{accept: make(chan net.Conn), closed: make(chan struct{})}
+		server := httptest.NewUnstartedServer(c)
 		_ = server.Listener.Close()
 		server.Listener, server.EnableHTTP2 = l, true
 		server.StartTLS()
 		client, err := newClient(&rest.Config{Host: server.URL, QPS: -1, Dial: l.dial, TLSClientConfig: rest.TLSClientConfig{Insecure: true}})
 		require.NoError(t, err)
-		told := &sees{t: t, services: map[string]string{}, came: map[string]time.Time{}}
+		told := &sees{t: t, services: map[string]int{}, came: map[string]time.Time{}}
 		s, ended := New(Config{Client: client, NodeName: "n1", Log: slog.New(slog.DiscardHandler)}), make(chan struct{})
 		ctx, cancel := context.WithCancel(t.Context())
 		go func() {
@@ -116,9 +116,9 @@ func TestHungConnection(t *testing.T) {
 		time.Sleep(61 * time.Second) // in simulated time: bookmarks have just come
 		l.hang()
 		begun := time.Now()
-		h.change("new", false)
+		c.change("new")
 		time.Sleep(time.Minute) // in simulated time, longer than all pauses
-		told.check(h)
+		told.check(c)
 		_, at := told.told("new")
 		if took := at.Sub(begun); took < answerWithin || took > askAfter+answerWithin+time.Second {
 			t.Errorf("the change came after %v", took)

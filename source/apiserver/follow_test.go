@@ -3,8 +3,6 @@ package apiserver
 import (
 	"fmt"
 	"math/rand/v2"
-	"net/http"
-	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -16,6 +14,7 @@ import (
 	v1 "k8s.io/api/core/v1"
 
 	"nodeproxy/source"
+	"nodeproxy/source/apiserver/apiservertest"
 )
 
 // TestFollowsWhatThereIs: whatever the API server does, and however watches and lists fall together with changes, what has been told of in the
@@ -31,31 +30,42 @@ func TestFollowsWhatThereIs(t *testing.T) {
 }
 
 func followAtRandom(t *testing.T, random *rand.Rand) {
-	h := newHistory()
-	h.streams = random.IntN(4) > 0
-	travel := time.Duration(random.IntN(30)+1) * time.Millisecond
-	h.travel = func(string) time.Duration { return rand.N(travel) }
-	change := func() { h.change(fmt.Sprint("s", random.IntN(12)), random.IntN(3) == 0) }
+	c := newCluster()
+	api := c.Servers[0]
+	if random.IntN(4) == 0 {
+		api.Streams = apiservertest.Unknown
+	}
+	travel, pace := random.IntN(30)+1, 0
+	c.Travel = func(apiservertest.Request) time.Duration { return rand.N(time.Duration(travel) * time.Millisecond) }
+	c.Pace = func() time.Duration { return time.Duration(pace) * 10 * time.Millisecond }
+	change := func() {
+		name := fmt.Sprint("s", random.IntN(12))
+		c.with(func() {
+			if c.put(name); random.IntN(3) == 0 {
+				c.remove(name)
+			}
+		})
+	}
 	for range random.IntN(20) {
 		change()
 	}
-	told := h.follow(t)
+	told := c.follow(t)
 	for range random.IntN(60) {
 		switch random.IntN(12) {
 		case 0:
-			h.end(true)
+			c.end(true)
 		case 1:
-			h.end(false)
+			c.end(false)
 		case 2:
-			h.set(func() { h.refused = syscall.ECONNREFUSED })
+			c.suffer(apiservertest.Refused)
 		case 3:
-			h.set(func() { h.status = http.StatusServiceUnavailable })
+			c.suffer(apiservertest.Unavailable)
 		case 4:
-			h.set(func() { h.refused, h.status = nil, 0 })
+			c.suffer(apiservertest.None)
 		case 5:
-			h.set(func() { h.pace = time.Duration(random.IntN(3)) * 10 * time.Millisecond })
+			c.with(func() { pace = random.IntN(3) })
 		case 6:
-			h.set(func() { h.streams = !h.streams })
+			c.with(func() { api.Streams = apiservertest.Unknown - api.Streams })
 		default:
 			change()
 		}
@@ -68,13 +78,13 @@ func followAtRandom(t *testing.T, random *rand.Rand) {
 			time.Sleep(time.Duration(random.IntN(5000)) * time.Millisecond) // see above
 		}
 	}
-	h.set(func() { h.refused, h.status = nil, 0 })
+	c.suffer(apiservertest.None)
 	time.Sleep(time.Minute) // in simulated time, longer than all pauses
 	synctest.Wait()
-	told.check(h)
+	told.check(c)
 	change()
 	synctest.Wait()
-	told.check(h)
+	told.check(c)
 }
 
 // TestChangesWhileListed: a change that comes while everything is listed, because the API server has forgotten the version, is told of at once;
@@ -82,36 +92,38 @@ func followAtRandom(t *testing.T, random *rand.Rand) {
 func TestChangesWhileListed(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		h := newHistory()
+		c := newCluster()
 		for i := range 20 {
-			h.change(fmt.Sprint("s", i), false)
+			c.change(fmt.Sprint("s", i))
 		}
-		told := h.follow(t)
+		told := c.follow(t)
 		time.Sleep(time.Minute) // in simulated time: a watch has lasted
-		h.set(func() { h.pace = time.Second })
+		c.with(func() { c.Pace = func() time.Duration { return time.Second } })
 		begun := time.Now()
-		h.end(true, "between", "a", "s0")
+		c.end(true, "between", "a", "s0")
 		time.Sleep(spread + 10*time.Second) // in simulated time: half of the list has come
 		for _, name := range []string{"s0", "s1", "s19", "other"} {
-			h.change(name, false)
+			c.change(name)
 		}
-		h.change("s2", true)
-		h.change("s18", true)
-		h.change("a", true)
+		c.with(func() {
+			c.remove("s2")
+			c.remove("s18")
+			c.remove("a")
+		})
 		synctest.Wait()
 		for _, name := range []string{"s0", "s1", "s19", "other", "s2", "s18"} {
 			if _, at := told.told(name); !at.Equal(time.Now()) {
 				t.Errorf("%s was last told of at %v, want now", name, at)
 			}
 		}
-		if version, _ := told.told("between"); version != "" {
+		if version, _ := told.told("between"); version != 0 {
 			t.Error("what differs is told of before the list is complete")
 		}
 		time.Sleep(time.Minute) // in simulated time: the list is complete
 		if _, at := told.told("between"); at.Sub(begun) > spread+25*time.Second {
 			t.Errorf("the list took %v", at.Sub(begun))
 		}
-		told.check(h)
+		told.check(c)
 	})
 }
 
@@ -120,22 +132,22 @@ func TestListedOnceWatched(t *testing.T) {
 	t.Parallel()
 	for _, takes := range []time.Duration{time.Second, beginning, time.Minute} {
 		synctest.Test(t, func(t *testing.T) {
-			h := newHistory()
-			told := h.follow(t)
+			c := newCluster()
+			told := c.follow(t)
 			time.Sleep(time.Minute) // in simulated time: a watch has lasted
-			h.set(func() {
-				h.travel = func(what string) time.Duration {
-					if what == "watchfalse" {
+			c.with(func() {
+				c.Travel = func(r apiservertest.Request) time.Duration {
+					if r.Verb == "watchfalse" {
 						return takes
 					}
 					return 0
 				}
 			})
-			h.end(true)
+			c.end(true)
 			time.Sleep(takes / 2) // in simulated time: no watch has begun
-			h.change("new", false)
+			c.change("new")
 			time.Sleep(2 * time.Minute) // in simulated time, longer than all pauses
-			told.check(h)
+			told.check(c)
 		})
 	}
 }
@@ -143,50 +155,47 @@ func TestListedOnceWatched(t *testing.T) {
 // TestTimeToChange: how long a change takes that comes at the worst moment, in which the API server answers nothing.
 func TestTimeToChange(t *testing.T) {
 	t.Parallel()
-	for _, c := range []struct {
+	// For ten minutes, something happens to each request.
+	long := func(what apiservertest.Trouble, forget bool) func(cluster) {
+		return func(c cluster) {
+			c.suffer(what)
+			c.end(forget)
+			time.Sleep(10 * time.Minute) // in simulated time
+			c.with(func() {
+				c.Servers[0].Ill = apiservertest.None
+				c.put("new")
+			})
+		}
+	}
+	for _, test := range []struct {
 		what        string
-		trouble     func(*history)
+		trouble     func(cluster)
 		most, least time.Duration
 	}{
-		{"watches end", func(h *history) { h.end(false, "new") }, 0, 0},
-		{"watches end and versions are forgotten", func(h *history) { h.end(true, "new") }, spread, 0},
-		{"the same without streamed lists", func(h *history) {
-			h.set(func() { h.streams = false })
-			h.end(true, "new")
+		{"watches end", func(c cluster) { c.end(false, "new") }, 0, 0},
+		{"watches end and versions are forgotten", func(c cluster) { c.end(true, "new") }, spread, 0},
+		{"the same without streamed lists", func(c cluster) {
+			c.with(func() { c.Servers[0].Streams = apiservertest.Unknown })
+			c.end(true, "new")
 		}, 2 * shortest, shortest},
-		{"connections are refused for ten minutes", func(h *history) {
-			h.set(func() { h.refused = syscall.ECONNREFUSED })
-			h.end(false)
-			time.Sleep(10 * time.Minute) // in simulated time
-			h.set(func() { h.refused = nil; h.resources[services].change("new", false) })
-		}, 2 * longestUnreached, 0},
-		{"the same, and versions are forgotten", func(h *history) {
-			h.set(func() { h.refused = syscall.ECONNREFUSED })
-			h.end(true)
-			time.Sleep(10 * time.Minute) // in simulated time
-			h.set(func() { h.refused = nil; h.resources[services].change("new", false) })
-		}, 2*longestUnreached + spread, 0},
-		{"the API server is overloaded for ten minutes", func(h *history) {
-			h.set(func() { h.status = http.StatusServiceUnavailable })
-			h.end(false)
-			time.Sleep(10 * time.Minute) // in simulated time
-			h.set(func() { h.status = 0; h.resources[services].change("new", false) })
-		}, 2 * longest, 0},
+		{"connections are refused for ten minutes", long(apiservertest.Refused, false), 2 * longestUnreached, 0},
+		{"the same, and versions are forgotten", long(apiservertest.Refused, true), 2*longestUnreached + spread, 0},
+		{"the API server is overloaded for ten minutes", long(apiservertest.Unavailable, false), 2 * longest, 0},
 	} {
-		t.Run(c.what, func(t *testing.T) {
+		t.Run(test.what, func(t *testing.T) {
 			t.Parallel()
 			for range 5 {
 				synctest.Test(t, func(t *testing.T) {
-					h := newHistory()
-					told := h.follow(t)
+					c := newCluster()
+					told := c.follow(t)
 					time.Sleep(time.Minute) // in simulated time: a watch has lasted
-					c.trouble(h)
+					test.trouble(c)
 					begun := time.Now()
 					time.Sleep(time.Minute) // in simulated time, longer than all pauses
-					told.check(h)
+					told.check(c)
 					_, at := told.told("new")
-					if took := at.Sub(begun); took > c.most || took < c.least {
-						t.Errorf("it took %v, want %v to %v", took, c.least, c.most)
+					if took := at.Sub(begun); took > test.most || took < test.least {
+						t.Errorf("it took %v, want %v to %v", took, test.least, test.most)
 					}
 				})
 			}
@@ -197,26 +206,22 @@ func TestTimeToChange(t *testing.T) {
 // TestFewRequests: an API server that can't do what is asked of it is not asked more often than it can bear.
 func TestFewRequests(t *testing.T) {
 	t.Parallel()
-	for what, c := range map[string]struct {
-		trouble func(*history)
-		most    int // requests for all resources in ten minutes
-	}{
-		"refused":    {func(h *history) { h.refused = syscall.ECONNREFUSED }, 4 * 600 / 2},
-		"overloaded": {func(h *history) { h.status = http.StatusServiceUnavailable }, 4 * 600 / 4},
+	for what, most := range map[apiservertest.Trouble]int{ // requests for all resources in ten minutes
+		apiservertest.Refused: 4 * 600 / 2, apiservertest.Unavailable: 4 * 600 / 4,
 	} {
-		t.Run(what, func(t *testing.T) {
-			t.Parallel()
-			synctest.Test(t, func(t *testing.T) {
-				h := newHistory()
-				h.follow(t)
-				time.Sleep(time.Minute) // in simulated time: a watch has lasted
-				h.set(func() { c.trouble(h); h.asked = nil })
-				h.end(true)
-				time.Sleep(10 * time.Minute) // in simulated time
-				if n := h.count(""); n > c.most {
-					t.Errorf("%d requests in ten minutes, want %d at most", n, c.most)
-				}
-			})
+		synctest.Test(t, func(t *testing.T) {
+			c := newCluster()
+			c.follow(t)
+			time.Sleep(time.Minute) // in simulated time: a watch has lasted
+			c.suffer(what)
+			c.with(func() { c.Asked = nil })
+			c.end(true)
+			time.Sleep(10 * time.Minute) // in simulated time
+			c.Lock()
+			defer c.Unlock()
+			if n := len(c.Asked); n > most {
+				t.Errorf("%d requests in ten minutes, want %d at most", n, most)
+			}
 		})
 	}
 }
@@ -225,20 +230,28 @@ func TestFewRequests(t *testing.T) {
 func TestForgottenAgain(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		h := newHistory()
-		told := h.follow(t)
+		c := newCluster()
+		told := c.follow(t)
 		time.Sleep(time.Minute) // in simulated time: a watch has lasted
-		h.set(func() { h.asked = nil })
+		c.with(func() { c.Asked = nil })
 		for range 600 {
-			h.end(true)
+			c.end(true)
 			time.Sleep(100 * time.Millisecond) // in simulated time
 		}
-		if n := h.count("watchtrue " + services); n > 60 {
-			t.Errorf("%d lists in a minute", n)
+		lists := 0
+		c.with(func() {
+			for _, r := range c.Asked {
+				if r.Verb == "watchtrue" && r.Resource == services {
+					lists++
+				}
+			}
+		})
+		if lists > 60 {
+			t.Errorf("%d lists in a minute", lists)
 		}
-		h.change("new", false)
+		c.change("new")
 		time.Sleep(time.Minute) // in simulated time, longer than all pauses
-		told.check(h)
+		told.check(c)
 	})
 }
 

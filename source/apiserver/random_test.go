@@ -1,10 +1,9 @@
 package apiserver
 
 import (
-	"context"
 	"fmt"
-	"log/slog"
 	"maps"
+	"math"
 	"math/rand/v2"
 	"os"
 	"slices"
@@ -13,11 +12,11 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
-	"k8s.io/client-go/rest"
+	"k8s.io/apimachinery/pkg/watch"
 
 	"nodeproxy/source"
+	"nodeproxy/source/apiserver/apiservertest"
 )
 
 // TestAnySchedule: whatever happens to several API servers, and on the way to them, nothing is passed on that is older than what was passed
@@ -43,10 +42,16 @@ func TestAnySchedule(t *testing.T) {
 }
 
 func runSchedule(t *testing.T, random *rand.Rand) {
-	c := newCluster(random, 3+random.IntN(6))
-	_, got := c.follow(t, c.RoundTrip)
+	c := schedule{cluster: cluster{apiservertest.NewCluster(random, 1+random.IntN(3))}, travel: upTo(random, 300*time.Millisecond)}
+	c.Travel = func(apiservertest.Request) time.Duration { return upTo(random, c.travel) }
+	c.Pace = func() time.Duration { return upTo(random, c.pace) }
+	for i := range 3 + random.IntN(6) {
+		c.put(fmt.Sprint("s", i))
+	}
+	c.Backup()
+	_, got := c.followServices(t, c.RoundTrip)
 	for range random.IntN(60) {
-		c.mu.Lock()
+		c.Lock()
 		c.happen()
 		pause := time.Duration(random.IntN(200)) * time.Millisecond
 		switch random.IntN(8) {
@@ -55,105 +60,90 @@ func runSchedule(t *testing.T, random *rand.Rand) {
 		case 1, 2, 3:
 			pause = 0
 		}
-		c.mu.Unlock()
+		c.Unlock()
 		time.Sleep(pause) // in simulated time: other things happen, or are under way, meanwhile
 	}
-	c.mu.Lock()
-	c.troubles, c.pace, c.travel = nil, 0, 10*time.Millisecond
-	for _, s := range c.servers {
-		s.lag, s.ill = 0, none
-		if s.streams == endless {
-			s.streams = supported
+	c.Lock()
+	c.Troubles, c.pace, c.travel = nil, 0, 10*time.Millisecond
+	for _, s := range c.Servers {
+		s.Lag, s.Ill = 0, apiservertest.None
+		if s.Streams == apiservertest.Endless {
+			s.Streams = apiservertest.Supported
 		}
-		s.see(c.version)
+		s.See(c.Version)
 	}
 	// Connections that hang do so for 20 seconds more, and pauses are up to ten seconds.
 	wait := 35 * time.Second
-	if c.lost != nil || c.silent {
+	if c.Lost != nil || c.silent {
 		wait += 2 * DefaultSilence
 	}
-	c.mu.Unlock()
+	c.Unlock()
 	time.Sleep(wait) // in simulated time
 	synctest.Wait()
 	got.check("in the end")
-	c.mu.Lock()
-	c.change("s1", false)
-	c.change("new", false)
-	c.mu.Unlock()
+	c.with(func() {
+		c.put("s1")
+		c.put("new")
+	})
 	time.Sleep(100 * time.Millisecond) // in simulated time: events come
 	synctest.Wait()
 	got.check("after another change")
 	c.checkRequests(t)
 }
 
-// follow runs a follower of the Services until the test ends.
-func (c *cluster) follow(t *testing.T, answer roundTrip) (*resource, *witness) {
-	client, err := newClient(&rest.Config{Host: "http://api.example", QPS: -1, Transport: answer})
-	require.NoError(t, err)
-	r := resources(Config{Client: client, Log: slog.New(slog.DiscardHandler), Silence: DefaultSilence})[0]
-	w := &witness{t: t, cluster: c, versions: map[string]int{}, last: map[string]int{}}
-	ctx, cancel := context.WithCancel(t.Context())
-	ended := make(chan struct{})
-	go func() {
-		newFollower(r, newStore(r, w.deliver)).run(ctx)
-		close(ended)
-	}()
-	t.Cleanup(func() {
-		cancel()
-		<-ended
-		synctest.Wait()
-		if c.open != 0 {
-			t.Errorf("%d watches are left", c.open)
-		}
-	})
-	return r, w
+// schedule is a cluster to which things happen.
+type schedule struct {
+	cluster
+	silent       bool          // There was an answer that does not end.
+	travel, pace time.Duration // the longest
+}
+
+func upTo(random *rand.Rand, d time.Duration) time.Duration {
+	return time.Duration(random.Int64N(max(int64(d), 1)))
 }
 
 // happen has something happen.
-func (c *cluster) happen() {
-	s := c.servers[c.random.IntN(len(c.servers))]
-	switch c.random.IntN(30) {
+func (c *schedule) happen() {
+	s := c.Servers[c.Random.IntN(len(c.Servers))]
+	trouble := apiservertest.Trouble(c.Random.IntN(apiservertest.Troubles))
+	switch c.Random.IntN(30) {
 	case 0:
-		s.end()
+		s.End()
 	case 1:
-		c.restart(s)
+		c.Restart(s)
 	case 2, 13, 14, 15: // They forget what was, and are of different speed from then on; and much changes.
 		for range 10 {
-			time.AfterFunc(c.upTo(time.Second), func() {
-				c.mu.Lock()
-				defer c.mu.Unlock()
-				c.changeAny(4)
-			})
+			time.AfterFunc(upTo(c.Random, time.Second), func() { c.with(func() { c.changeAny(4) }) })
 		}
-		for _, s := range c.servers {
-			c.restart(s)
-			s.lag = c.upTo(time.Duration(c.random.IntN(3)) * 3 * time.Second)
+		for _, s := range c.Servers {
+			c.Restart(s)
+			s.Lag = upTo(c.Random, time.Duration(c.Random.IntN(3))*3*time.Second)
 		}
 	case 3:
-		s.oldest = s.seen
+		s.Oldest = s.Seen
 	case 16:
-		s.ill = trouble(c.random.IntN(int(firstStatus) + len(statuses)))
-		s.end()
+		s.Ill = trouble
+		s.End()
 	case 17:
-		s.ill = none
+		s.Ill = apiservertest.None
 	case 4, 5:
-		s.lag = c.upTo(5 * time.Second)
+		s.Lag = upTo(c.Random, 5*time.Second)
 	case 6:
-		c.troubles = []trouble{trouble(c.random.IntN(int(firstStatus) + len(statuses)))}
+		c.Troubles = []apiservertest.Trouble{trouble}
 	case 7:
-		c.troubles = append(c.troubles, trouble(c.random.IntN(int(firstStatus)+len(statuses))))
+		c.Troubles = append(c.Troubles, trouble)
 	case 8, 9:
-		c.troubles = nil
+		c.Troubles = nil
 	case 10:
-		c.pace = c.upTo(time.Second)
+		c.pace = upTo(c.Random, time.Second)
 	case 11:
-		if c.random.IntN(4) == 0 {
-			s.streams = support(c.random.IntN(4))
-			c.silent = c.silent || s.streams == endless
+		if c.Random.IntN(4) == 0 {
+			s.Streams = apiservertest.Support(c.Random.IntN(4))
+			c.silent = c.silent || s.Streams == apiservertest.Endless
 		}
 	case 12:
-		if c.random.IntN(4) == 0 {
-			c.restore()
+		if c.Random.IntN(4) == 0 {
+			c.Restore()
 		}
 	default:
 		c.changeAny(8)
@@ -161,15 +151,19 @@ func (c *cluster) happen() {
 }
 
 // changeAny changes one of so many objects, or removes it, if it is not the first.
-func (c *cluster) changeAny(n int) {
-	i := c.random.IntN(n)
-	c.change(fmt.Sprint("s", i), i > 0 && c.random.IntN(3) == 0)
+func (c *schedule) changeAny(n int) {
+	i := c.Random.IntN(n)
+	if name := fmt.Sprint("s", i); i > 0 && c.Random.IntN(3) == 0 {
+		c.remove(name)
+	} else {
+		c.put(name)
+	}
 }
 
 // witness sees what a follower passes on, and compares it with what there is.
 type witness struct {
 	t        *testing.T
-	cluster  *cluster
+	cluster  cluster
 	versions map[string]int // of what was passed on
 	last     map[string]int // the version of each object's last state, also of one that is gone
 	complete bool
@@ -177,8 +171,8 @@ type witness struct {
 
 func (w *witness) deliver(_ *resource, b source.Batch, complete bool) {
 	c := w.cluster
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	c.Lock()
+	defer c.Unlock()
 	for name, svc := range b.Services {
 		w.see(name.Name, svc)
 	}
@@ -186,33 +180,35 @@ func (w *witness) deliver(_ *resource, b source.Batch, complete bool) {
 		return
 	}
 	w.complete = true
-	for _, log := range [][]change{c.log, c.lost} {
-		for i := range log {
-			if maps.Equal(objects(log[:i+1], log[i].version), w.versions) {
+	for _, log := range [][]apiservertest.Change{c.Log, c.Lost} {
+		for i := range len(log) + 1 {
+			if maps.Equal(versions(log[:i], math.MaxInt), w.versions) {
 				return
 			}
 		}
 	}
-	if c.lost == nil { // After that, a watch from before may be beside a list from then.
+	if c.Lost == nil { // After that, a watch from before may be beside a list from then.
 		w.t.Errorf("what was passed on is said to be complete, and never was so: %v", w.versions)
 	}
 }
 
 // see takes what was passed on of an object.
 func (w *witness) see(name string, svc *v1.Service) {
-	log, last := w.cluster.log, w.last[name]
+	log, last := w.cluster.Log, w.last[name]
 	if svc == nil {
 		delete(w.versions, name)
-		i := slices.IndexFunc(log, func(o change) bool { return o.name == name && o.kind == "DELETED" && o.version > last })
+		i := slices.IndexFunc(log, func(o apiservertest.Change) bool {
+			return o.Name.Name == name && o.Kind == watch.Deleted && o.Version > last
+		})
 		if i >= 0 {
-			w.last[name] = log[i].version
-		} else if delete(w.last, name); w.cluster.lost == nil || name == "s0" {
+			w.last[name] = log[i].Version
+		} else if delete(w.last, name); w.cluster.Lost == nil || name == "s0" {
 			w.t.Errorf("%s is said to be gone, which it was not since %d", name, last)
 		}
 		return
 	}
 	version, _ := strconv.Atoi(svc.ResourceVersion)
-	if back := w.cluster.lost != nil && last > 100000 && version < 100000; version <= last && !back {
+	if back := w.cluster.Lost != nil && last > 100000 && version < 100000; version <= last && !back {
 		w.t.Errorf("%s is passed on as of %d, after it was as of %d", name, version, last)
 	}
 	w.versions[name], w.last[name] = version, version
@@ -221,23 +217,23 @@ func (w *witness) see(name string, svc *v1.Service) {
 // check compares what was passed on with what there is.
 func (w *witness) check(when string) {
 	w.t.Helper()
-	w.cluster.mu.Lock()
-	defer w.cluster.mu.Unlock()
-	if want := objects(w.cluster.log, w.cluster.version); !w.complete || !maps.Equal(want, w.versions) {
-		w.t.Errorf("%s (restored: %t), it was told of %v, complete: %t; there is %v", when, w.cluster.lost != nil, w.versions, w.complete, want)
+	w.cluster.Lock()
+	defer w.cluster.Unlock()
+	if want := versions(w.cluster.Log, w.cluster.Version); !w.complete || !maps.Equal(want, w.versions) {
+		w.t.Errorf("%s (restored: %t), it was told of %v, complete: %t; there is %v", when, w.cluster.Lost != nil, w.versions, w.complete, want)
 	}
-	if w.cluster.open != 1 {
-		w.t.Errorf("%s, there are %d watches", when, w.cluster.open)
+	if w.cluster.Open != 1 {
+		w.t.Errorf("%s, there are %d watches", when, w.cluster.Open)
 	}
 }
 
 // checkRequests looks for too many requests at a time.
-func (c *cluster) checkRequests(t *testing.T) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+func (c *schedule) checkRequests(t *testing.T) {
+	c.Lock()
+	defer c.Unlock()
 	const n = 30
-	for i := n; i < len(c.asked); i++ {
-		if d := c.asked[i].Sub(c.asked[i-n]); d < time.Second {
+	for i := n; i < len(c.Asked); i++ {
+		if d := c.Asked[i].At.Sub(c.Asked[i-n].At); d < time.Second {
 			t.Errorf("%d requests within %v", n, d)
 			return
 		}

@@ -3,7 +3,6 @@ package apiserver
 import (
 	"context"
 	"io"
-	"math/rand/v2"
 	"net/http"
 	"sync/atomic"
 	"syscall"
@@ -17,6 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/watch"
 
 	"nodeproxy/source"
+	"nodeproxy/source/apiserver/apiservertest"
 )
 
 // TestNotHeard: a server behind a load balancer that makes connections and closes them, or one that can't be reached at all, is not taken
@@ -27,8 +27,8 @@ func TestNotHeard(t *testing.T) {
 		t.Run(err.Error(), func(t *testing.T) {
 			t.Parallel()
 			synctest.Test(t, func(t *testing.T) {
-				c, down := newCluster(rand.New(rand.NewPCG(1, 1)), 3), atomic.Bool{}
-				r, got := c.follow(t, func(r *http.Request) (*http.Response, error) {
+				c, down := newCluster(), atomic.Bool{}
+				r, got := c.followServices(t, func(r *http.Request) (*http.Response, error) {
 					if down.Load() {
 						return nil, err
 					}
@@ -36,10 +36,10 @@ func TestNotHeard(t *testing.T) {
 				})
 				time.Sleep(time.Minute) // in simulated time: a watch has lasted
 				got.check("before")
-				c.mu.Lock()
+				c.Lock()
 				down.Store(true)
-				c.servers[0].end()
-				c.mu.Unlock()
+				c.Servers[0].End()
+				c.Unlock()
 				time.Sleep(5 * time.Minute) // in simulated time
 				now := r.current(time.Now())
 				assert.Greater(t, now.Age, 4*time.Minute)
@@ -50,13 +50,13 @@ func TestNotHeard(t *testing.T) {
 }
 
 // unlisted answers as the cluster does but, while it is ill, knows no version any more, and answers lists by what list returns.
-func (c *cluster) unlisted(ill *atomic.Bool, list func() (*http.Response, error)) roundTrip {
+func (c cluster) unlisted(ill *atomic.Bool, list func() (*http.Response, error)) roundTrip {
 	return func(r *http.Request) (*http.Response, error) {
 		switch q := r.URL.Query(); {
 		case !ill.Load() || q.Get("sendInitialEvents") == "false":
 			return c.RoundTrip(r)
 		case q.Get("resourceVersion") != "":
-			return answer(http.StatusGone, statusOf(expired)), nil
+			return apiservertest.Respond(apiservertest.Expired), nil
 		}
 		return list()
 	}
@@ -67,25 +67,25 @@ func (c *cluster) unlisted(ill *atomic.Bool, list func() (*http.Response, error)
 func TestNotWhole(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		c, ill := newCluster(rand.New(rand.NewPCG(1, 1)), 3), atomic.Bool{}
-		r, got := c.follow(t, c.unlisted(&ill, func() (*http.Response, error) {
-			return answer(http.StatusInternalServerError, statusOf(internalError)), nil
+		c, ill := newCluster(), atomic.Bool{}
+		r, got := c.followServices(t, c.unlisted(&ill, func() (*http.Response, error) {
+			return apiservertest.Respond(apiservertest.InternalError), nil
 		}))
 		time.Sleep(time.Minute) // in simulated time: a watch has lasted
-		c.mu.Lock()
+		c.Lock()
 		ill.Store(true)
-		c.servers[0].end()
-		c.change("between", false)
-		c.mu.Unlock()
+		c.Servers[0].End()
+		c.put("between")
+		c.Unlock()
 		time.Sleep(5 * time.Minute) // in simulated time
-		c.mu.Lock()
-		c.change("new", false)
-		c.mu.Unlock()
+		c.Lock()
+		c.put("new")
+		c.Unlock()
 		time.Sleep(time.Minute) // in simulated time
-		c.mu.Lock()
+		c.Lock()
 		assert.NotZero(t, got.versions["new"])
 		assert.Zero(t, got.versions["between"])
-		c.mu.Unlock()
+		c.Unlock()
 		now := r.current(time.Now())
 		assert.Greater(t, now.Age, 5*time.Minute)
 		assert.NotEmpty(t, now.Failure)
@@ -102,20 +102,20 @@ func TestNotWhole(t *testing.T) {
 func TestFewListsBesideChanges(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		c, ill, lists := newCluster(rand.New(rand.NewPCG(1, 1)), 3), atomic.Bool{}, atomic.Int32{}
-		_, got := c.follow(t, c.unlisted(&ill, func() (*http.Response, error) {
+		c, ill, lists := newCluster(), atomic.Bool{}, atomic.Int32{}
+		_, got := c.followServices(t, c.unlisted(&ill, func() (*http.Response, error) {
 			lists.Add(1)
 			return nil, syscall.ECONNREFUSED
 		}))
 		time.Sleep(time.Minute) // in simulated time: a watch has lasted
-		c.mu.Lock()
+		c.Lock()
 		ill.Store(true)
-		c.servers[0].end()
-		c.mu.Unlock()
+		c.Servers[0].End()
+		c.Unlock()
 		for range 50 * 60 {
-			c.mu.Lock()
-			c.change("s1", false)
-			c.mu.Unlock()
+			c.Lock()
+			c.put("s1")
+			c.Unlock()
 			time.Sleep(time.Second / 50) // in simulated time
 		}
 		assert.LessOrEqual(t, lists.Load(), int32(2*60))
@@ -129,18 +129,18 @@ func TestFewListsBesideChanges(t *testing.T) {
 func TestUnreadable(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		c := newCluster(rand.New(rand.NewPCG(1, 1)), 3)
-		_, got := c.follow(t, func(r *http.Request) (*http.Response, error) {
+		c := newCluster()
+		_, got := c.followServices(t, func(r *http.Request) (*http.Response, error) {
 			if r.URL.Query().Get("resourceVersion") != "" {
-				return answer(http.StatusOK, happened("ERROR", statusOf(internalError))), nil
+				return apiservertest.RespondEvent(apiservertest.InternalError), nil
 			}
 			return c.RoundTrip(r)
 		})
 		time.Sleep(time.Minute) // in simulated time: a watch has lasted
-		c.mu.Lock()
-		c.servers[0].end()
-		c.change("new", false)
-		c.mu.Unlock()
+		c.Lock()
+		c.Servers[0].End()
+		c.put("new")
+		c.Unlock()
 		time.Sleep(time.Minute) // in simulated time, longer than the pauses
 		got.check("in the end")
 	})
