@@ -9,6 +9,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/watch"
@@ -261,8 +262,8 @@ func TestListInParts(t *testing.T) {
 	list := func(first, n int) {
 		s.begin()
 		for i := first; i < first+n; i++ {
-			s.list(watch.Event{Type: watch.Added, Object: &v1.Service{
-				ObjectMeta: metav1.ObjectMeta{Namespace: "ns", Name: fmt.Sprint(i), ResourceVersion: "1"}}})
+			require.NoError(t, s.list(decoded(watch.Added, &v1.Service{
+				ObjectMeta: metav1.ObjectMeta{Namespace: "ns", Name: fmt.Sprint(i), ResourceVersion: "1"}})))
 		}
 	}
 	list(0, aheadSize+10) // This attempt breaks off.

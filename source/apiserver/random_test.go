@@ -44,7 +44,11 @@ func TestAnySchedule(t *testing.T) {
 
 func runSchedule(t *testing.T, random *rand.Rand) {
 	c := newCluster(random, 3+random.IntN(6))
-	_, got := c.follow(t, c.RoundTrip)
+	answer := roundTrip(c.RoundTrip)
+	if random.IntN(2) == 0 {
+		answer = inProtobuf(answer)
+	}
+	_, got := c.follow(t, answer)
 	for range random.IntN(60) {
 		c.mu.Lock()
 		c.happen()

@@ -25,6 +25,8 @@ const DefaultSilence = 3 * time.Minute
 type resource struct {
 	name    string // as in URLs: services
 	example runtime.Object
+	// apiVersion and kind are those of an object.
+	apiVersion, kind string
 	// put sets an object in its part of a batch; nil means that the object is gone.
 	put func(b *source.Batch, name types.NamespacedName, obj any)
 	// fields and labels select among the objects.

@@ -12,6 +12,7 @@ import (
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
+	utilruntime "k8s.io/apimachinery/pkg/util/runtime"
 	"k8s.io/client-go/rest"
 
 	"nodeproxy/source"
@@ -49,6 +50,9 @@ func resources(cfg Config) []*resource {
 	}}
 	all := &answers{}
 	for _, r := range out {
+		kinds, _, err := scheme.ObjectKinds(r.example)
+		utilruntime.Must(err)
+		r.apiVersion, r.kind = kinds[0].ToAPIVersionAndKind()
 		r.silence, r.log, r.answers = cfg.Silence, cfg.Log, all
 	}
 	return out
