@@ -76,11 +76,13 @@ func (f *follower) openMissing(ctx context.Context) {
 	if f.listing != nil || f.whole || !f.alone && !f.changes.begun {
 		return
 	}
-	q := request{pause: f.beforeList, begin: requestTimeout, plain: f.plain}
-	if again := !f.listed.IsZero() && q.pause.length == 0; again && f.plain {
+	q := request{pause: f.beforeList, begin: requestTimeout, plain: f.plain, again: !f.listed.IsZero()}
+	switch {
+	case !q.again || q.pause.length > 0:
+	case f.plain:
 		q.pause.length = jittered(shortest)
-	} else if again {
-		q.pause.length = rand.N(spread)
+	default:
+		q.pause.length = f.before + rand.N(spread)
 	}
 	switch {
 	case !f.plain:

@@ -1,9 +1,12 @@
 package apiserver
 
 import (
+	"context"
 	"fmt"
+	"log/slog"
 	"math/rand/v2"
 	"net/http"
+	"path"
 	"syscall"
 	"testing"
 	"testing/synctest"
@@ -92,7 +95,7 @@ func TestChangesWhileListed(t *testing.T) {
 		h.set(func() { h.pace = time.Second })
 		begun := time.Now()
 		h.end(true, "between", "a", "s0")
-		time.Sleep(spread + 10*time.Second) // in simulated time: half of the list has come
+		time.Sleep(2*spread + 10*time.Second) // in simulated time: half of the list has come
 		for _, name := range []string{"s0", "s1", "s19", "other"} {
 			h.change(name, false)
 		}
@@ -109,7 +112,7 @@ func TestChangesWhileListed(t *testing.T) {
 			t.Error("what differs is told of before the list is complete")
 		}
 		time.Sleep(time.Minute) // in simulated time: the list is complete
-		if _, at := told.told("between"); at.Sub(begun) > spread+25*time.Second {
+		if _, at := told.told("between"); at.Sub(begun) > 2*spread+25*time.Second {
 			t.Errorf("the list took %v", at.Sub(begun))
 		}
 		told.check(h)
@@ -150,7 +153,7 @@ func TestTimeToChange(t *testing.T) {
 		most, least time.Duration
 	}{
 		{"watches end", func(h *history) { h.end(false, "new") }, 0, 0},
-		{"watches end and versions are forgotten", func(h *history) { h.end(true, "new") }, spread, 0},
+		{"watches end and versions are forgotten", func(h *history) { h.end(true, "new") }, 2 * spread, 0},
 		{"the same without streamed lists", func(h *history) {
 			h.set(func() { h.streams = false })
 			h.end(true, "new")
@@ -166,7 +169,7 @@ func TestTimeToChange(t *testing.T) {
 			h.end(true)
 			time.Sleep(10 * time.Minute) // in simulated time
 			h.set(func() { h.refused = nil; h.resources[services].change("new", false) })
-		}, 2*longestUnreached + spread, 0},
+		}, 2*longestUnreached + 2*spread, 0},
 		{"the API server is overloaded for ten minutes", func(h *history) {
 			h.set(func() { h.status = http.StatusServiceUnavailable })
 			h.end(false)
@@ -218,6 +221,54 @@ func TestFewRequests(t *testing.T) {
 					t.Errorf("%d requests in ten minutes, want %d at most", n, c.most)
 				}
 			})
+		})
+	}
+}
+
+// TestListsInTurn: what is listed again, is after the EndpointSlices, but does not wait for ever for a list of them that hangs.
+func TestListsInTurn(t *testing.T) {
+	t.Parallel()
+	const n, pace = 30, 10 * time.Millisecond
+	for _, hangs := range []bool{false, true} {
+		synctest.Test(t, func(t *testing.T) {
+			h := newHistory()
+			h.set(func() {
+				for i := range n {
+					h.resources[endpointSlices].change(fmt.Sprint(i), false)
+				}
+			})
+			told, asked, again := &sees{t: t, services: map[string]string{}, came: map[string]time.Time{}}, map[string]time.Time{}, false
+			client := answeredBy(t, func(r *http.Request) (*http.Response, error) {
+				if r.URL.Query().Get("sendInitialEvents") == "true" {
+					h.set(func() { asked[path.Base(r.URL.Path)] = time.Now() })
+					if again && hangs && path.Base(r.URL.Path) == endpointSlices {
+						<-r.Context().Done()
+						return nil, r.Context().Err()
+					}
+				}
+				return h.answer(r)
+			})
+			ctx, cancel := context.WithCancel(t.Context())
+			defer cancel()
+			go func() {
+				_ = New(Config{Client: client, NodeName: "n1", Log: slog.New(slog.DiscardHandler)}).Run(ctx, told)
+			}()
+			time.Sleep(time.Minute) // in simulated time: a watch has lasted
+			h.set(func() { h.pace, again = pace, true })
+			begun := time.Now()
+			h.end(true, "new")
+			time.Sleep(time.Minute / 2) // in simulated time, longer than all pauses
+			told.check(h)
+			var first, second time.Duration
+			h.set(func() { first, second = asked[endpointSlices].Sub(begun), asked[services].Sub(begun) })
+			if least := first + n*pace; !hangs && (first >= spread || second < least || second > least+2*spread) {
+				t.Errorf("EndpointSlices were listed after %v, Services after %v", first, second)
+			}
+			if hangs && (second < longestTurn || second > longestTurn+2*spread) {
+				t.Errorf("EndpointSlices can't be listed, Services were after %v", second)
+			}
+			cancel()
+			synctest.Wait()
 		})
 	}
 }

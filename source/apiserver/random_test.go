@@ -13,9 +13,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
-	"k8s.io/client-go/rest"
 
 	"nodeproxy/source"
 )
@@ -92,9 +90,7 @@ func runSchedule(t *testing.T, random *rand.Rand) {
 
 // follow runs a follower of the Services until the test ends.
 func (c *cluster) follow(t *testing.T, answer roundTrip) (*resource, *witness) {
-	client, err := newClient(&rest.Config{Host: "http://api.example", QPS: -1, Transport: answer})
-	require.NoError(t, err)
-	r := resources(Config{Client: client, Log: slog.New(slog.DiscardHandler), Silence: DefaultSilence})[0]
+	r := resources(Config{Client: answeredBy(t, answer), Log: slog.New(slog.DiscardHandler), Silence: DefaultSilence})[0]
 	w := &witness{t: t, cluster: c, versions: map[string]int{}, last: map[string]int{}}
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan struct{})

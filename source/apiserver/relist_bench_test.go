@@ -4,9 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
-	"net/http"
 	"syscall"
 	"testing"
 	"time"
@@ -17,7 +15,6 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/watch"
-	"k8s.io/client-go/rest"
 	"k8s.io/utils/ptr"
 
 	"nodeproxy/source"
@@ -68,18 +65,15 @@ func BenchmarkRelist(b *testing.B) {
 	list, err := encode(&all)
 	require.NoError(b, err)
 	for _, c := range []struct {
-		name   string
-		answer []byte
-		plain  bool
-		again  bool
-	}{{"stream/first", events, false, false}, {"stream/again", events, false, true}, {"whole/first", list, true, false}, {"whole/again", list, true, true}} {
+		name         string
+		answer       []byte
+		plain, again bool
+	}{
+		{"stream/first", events, false, false}, {"stream/again", events, false, true},
+		{"whole/first", list, true, false}, {"whole/again", list, true, true},
+	} {
 		b.Run(c.name, func(b *testing.B) {
-			client, err := newClient(&rest.Config{Host: "http://api.example", QPS: -1, Transport: roundTrip(func(*http.Request) (*http.Response, error) {
-				return &http.Response{StatusCode: http.StatusOK, Header: http.Header{"Content-Type": {"application/vnd.kubernetes.protobuf"}},
-					Body: io.NopCloser(bytes.NewReader(c.answer))}, nil
-			})})
-			require.NoError(b, err)
-			r := resources(Config{Client: client, Log: slog.New(slog.DiscardHandler), Silence: DefaultSilence})[1]
+			r := resources(Config{Client: answeredBy(b, always(c.answer)), Log: slog.New(slog.DiscardHandler), Silence: DefaultSilence})[1]
 			s := newStore(r, func(*resource, source.Batch, bool) {})
 			if c.again {
 				listOnce(b, s, c.plain)

@@ -43,6 +43,9 @@ type resource struct {
 	askAgain    time.Duration
 	unavailable func()
 	answers     *answers // of all resources
+	// turn is the one of all resources in which they are listed again, and before is how long it is left to others.
+	turn   turn
+	before time.Duration
 
 	mu    sync.Mutex
 	state source.Watch

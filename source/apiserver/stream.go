@@ -65,6 +65,7 @@ type message struct {
 type request struct {
 	metav1.ListOptions
 	plain bool
+	again bool          // All has been listed before: this takes its turn.
 	pause pause         // before it
 	begin time.Duration // how long to wait for the answer to begin
 }
@@ -83,8 +84,18 @@ func (r *resource) open(ctx context.Context, q request, receive func(*stream, me
 	go func() {
 		defer end()
 		r.rest(ctx, q.pause)
+		over := func() {}
+		if q.again {
+			over = r.turn.take(ctx)
+			defer over()
+		}
 		s.asked, s.answered = time.Now(), r.answers.next()
-		err := r.forward(ctx, q, func(m message) error { return receive(s, m) })
+		err := r.forward(ctx, q, func(m message) error {
+			if m.listed != "" {
+				defer over()
+			}
+			return receive(s, m)
+		})
 		if ctx.Err() != nil {
 			return
 		}

@@ -33,6 +33,20 @@ func decoded(kind watch.EventType, obj runtime.Object) watchEvent {
 	return e
 }
 
+// answeredBy returns a client whose requests are answered by a function.
+func answeredBy(t testing.TB, answer roundTrip) *Client {
+	c, err := newClient(&rest.Config{Host: "http://api.example", QPS: -1, Transport: answer})
+	require.NoError(t, err)
+	return c
+}
+
+// always answers each request with a body.
+func always(body []byte) roundTrip {
+	return func(*http.Request) (*http.Response, error) {
+		return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(bytes.NewReader(body))}, nil
+	}
+}
+
 // encode returns an object in protobuf, as the API server encodes it.
 func encode(obj runtime.Object) ([]byte, error) {
 	kinds, _, err := scheme.ObjectKinds(obj)
@@ -215,11 +229,7 @@ func TestList(t *testing.T) {
 	slices, err := encode(&discovery.EndpointSliceList{})
 	require.NoError(t, err)
 	read := func(text []byte) (names []string, listed string, err error) {
-		client, err := newClient(&rest.Config{Host: "http://api.example", QPS: -1, Transport: roundTrip(func(*http.Request) (*http.Response, error) {
-			return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(bytes.NewReader(text))}, nil
-		})})
-		require.NoError(t, err)
-		r := resources(Config{Client: client})[0]
+		r := resources(Config{Client: answeredBy(t, always(text))})[0]
 		err = r.forward(t.Context(), request{plain: true, begin: time.Minute}, func(m message) error {
 			if listed = m.listed; m.kind == "" {
 				return nil
@@ -248,7 +258,9 @@ func TestList(t *testing.T) {
 			require.NotErrorIs(t, err, io.EOF)
 		}
 	}
-	for _, text := range []string{string(slices), `{"kind": "EndpointSliceList", "apiVersion": "discovery.k8s.io/v1"}`, "<html>", magic + "\xff\xff\xff\xff\xff"} {
+	for _, text := range []string{
+		string(slices), `{"kind": "EndpointSliceList", "apiVersion": "discovery.k8s.io/v1"}`, "<html>", magic + "\xff\xff\xff\xff\xff",
+	} {
 		_, listed, err := read([]byte(text))
 		require.Error(t, err, text)
 		require.Empty(t, listed)
