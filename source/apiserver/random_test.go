@@ -46,8 +46,9 @@ func runSchedule(t *testing.T, random *rand.Rand) {
 	if random.IntN(2) == 0 {
 		answer = inProtobuf(answer)
 	}
-	_, got := c.follow(t, answer)
-	for range random.IntN(60) {
+	steps := random.IntN(60)
+	_, got := c.follow(t, answer) // It draws from random, too, from here on.
+	for range steps {
 		c.mu.Lock()
 		c.happen()
 		pause := time.Duration(random.IntN(200)) * time.Millisecond
