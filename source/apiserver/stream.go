@@ -118,7 +118,7 @@ func ask(ctx context.Context, request *rest.Request) (io.ReadCloser, error) {
 	case err == nil:
 		return answer, nil
 	case utilnet.IsProbableEOF(err), utilnet.IsTimeout(err):
-		err = fmt.Errorf("%w: %v", errClosed, err) // As an io.EOF, it would say that the answer was complete.
+		err = fmt.Errorf("%w: %s", errClosed, err.Error()) // Wrapped, an io.EOF would say that the answer was complete.
 	}
 	return nil, because(ctx, err)
 }
