@@ -5,18 +5,15 @@ import (
 	"log/slog"
 	"maps"
 	"math/rand/v2"
-	"net/http"
 	"strconv"
 	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
 
-	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/client-go/rest"
 
 	"nodeproxy/source"
 	"nodeproxy/source/apiserver/apiservertest"
@@ -83,10 +80,16 @@ func versions(log []apiservertest.Change, as int) map[string]int {
 	return out
 }
 
-func clientBy(t *testing.T, answer http.RoundTripper) *Client {
-	c, err := newClient(&rest.Config{Host: "http://api.example", QPS: -1, Transport: answer})
-	require.NoError(t, err)
-	return c
+// listed returns when a resource was last asked for as a streamed list.
+func (c cluster) listed(resource string) (at time.Time) {
+	c.Lock()
+	defer c.Unlock()
+	for _, r := range c.Asked {
+		if r.Verb == "watchtrue" && r.Resource == resource {
+			at = r.At
+		}
+	}
+	return at
 }
 
 // until runs something until the test ends.
@@ -104,9 +107,12 @@ func until(t *testing.T, run func(context.Context)) {
 }
 
 // follow runs a Source of the cluster until the test ends.
-func (c cluster) follow(t *testing.T) *sees {
+func (c cluster) follow(t *testing.T) *sees { return c.followBy(t, c.RoundTrip) }
+
+// followBy does so through something that answers in place of the cluster.
+func (c cluster) followBy(t *testing.T, answer roundTrip) *sees {
 	s := &sees{t: t, services: map[string]int{}, came: map[string]time.Time{}}
-	src := New(Config{Client: clientBy(t, c), NodeName: "n1", Log: slog.New(slog.DiscardHandler)})
+	src := New(Config{Client: answeredBy(t, answer), NodeName: "n1", Log: slog.New(slog.DiscardHandler)})
 	until(t, func(ctx context.Context) { _ = src.Run(ctx, s) })
 	return s
 }
@@ -119,7 +125,7 @@ func (c cluster) followServices(t *testing.T, answer roundTrip) (*resource, *wit
 			t.Errorf("%d watches are left", c.Open)
 		}
 	})
-	r := resources(Config{Client: clientBy(t, answer), Log: slog.New(slog.DiscardHandler), Silence: DefaultSilence})[0]
+	r := resources(Config{Client: answeredBy(t, answer), Log: slog.New(slog.DiscardHandler), Silence: DefaultSilence})[0]
 	w := &witness{t: t, cluster: c, versions: map[string]int{}, last: map[string]int{}}
 	until(t, newFollower(r, newStore(r, w.deliver)).run)
 	return r, w

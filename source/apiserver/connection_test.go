@@ -7,10 +7,12 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"k8s.io/client-go/rest"
 )
@@ -23,6 +25,8 @@ type pipes struct {
 	closed chan struct{}
 	once   sync.Once
 }
+
+func newPipes() *pipes { return &pipes{accept: make(chan net.Conn), closed: make(chan struct{})} }
 
 // pipe is the server's end of a connection.
 type pipe struct {
@@ -94,18 +98,51 @@ func (c cluster) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
+// serve serves requests by HTTP/2 through the connections until the returned function is called.
+func (l *pipes) serve(t *testing.T, h http.Handler) (client *Client, end func()) {
+	server := httptest.NewUnstartedServer(h)
+	_ = server.Listener.Close()
+	server.Listener, server.EnableHTTP2 = l, true
+	server.StartTLS()
+	client, err := newClient(&rest.Config{Host: server.URL, QPS: -1, Dial: l.dial, TLSClientConfig: rest.TLSClientConfig{Insecure: true}})
+	require.NoError(t, err)
+	return client, func() {
+		server.CloseClientConnections()
+		server.Close()
+	}
+}
+
+// TestUnreadAnswer: of an answer that nobody reads, not more is taken than unreadAnswer.
+func TestUnreadAnswer(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		const part = 4096
+		var sent atomic.Int64
+		l := newPipes()
+		client, end := l.serve(t, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			for {
+				if _, err := w.Write(make([]byte, part)); err != nil {
+					return
+				}
+				sent.Add(part)
+			}
+		}))
+		answer, err := client.core.Get().Resource(services).Stream(t.Context())
+		require.NoError(t, err)
+		synctest.Wait()
+		assert.InDelta(t, unreadAnswer, sent.Load(), 16*part) // Both sides have buffers of their own.
+		answer.Close()
+		end()
+	})
+}
+
 // TestHungConnection: a connection on which nothing comes any more, though nobody closes it, is given up for another one, through which changes
 // come.
 func TestHungConnection(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		c, l := newCluster(), &pipes{accept: make(chan net.Conn), closed: make(chan struct{})}
-		server := httptest.NewUnstartedServer(c)
-		_ = server.Listener.Close()
-		server.Listener, server.EnableHTTP2 = l, true
-		server.StartTLS()
-		client, err := newClient(&rest.Config{Host: server.URL, QPS: -1, Dial: l.dial, TLSClientConfig: rest.TLSClientConfig{Insecure: true}})
-		require.NoError(t, err)
+		c, l := newCluster(), newPipes()
+		client, end := l.serve(t, c)
 		told := &sees{t: t, services: map[string]int{}, came: map[string]time.Time{}}
 		s, ended := New(Config{Client: client, NodeName: "n1", Log: slog.New(slog.DiscardHandler)}), make(chan struct{})
 		ctx, cancel := context.WithCancel(t.Context())
@@ -125,7 +162,6 @@ func TestHungConnection(t *testing.T) {
 		}
 		cancel()
 		<-ended
-		server.CloseClientConnections()
-		server.Close()
+		end()
 	})
 }

@@ -5,10 +5,10 @@ import (
 	"errors"
 	"io"
 	"math/rand/v2"
+	"sync"
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/apimachinery/pkg/watch"
@@ -32,6 +32,7 @@ const failures = 4
 // the other. Where a watch ends, another goes on after its last event; where it had none, after the list.
 type follower struct {
 	*resource
+	mu    sync.Mutex // guards all that follows; the goroutines of the streams take it in turns
 	store *store
 	// version is what a watch goes on after; "" if that is not known, or forgotten. newest is the version that a list must not be older
 	// than: "0" for none, "" for the latest.
@@ -55,17 +56,12 @@ func newFollower(r *resource, s *store) *follower {
 
 // run goes on until ctx ends.
 func (f *follower) run(ctx context.Context) {
-	for {
-		f.openMissing(ctx)
-		select {
-		case <-ctx.Done():
-			return
-		case m := <-f.changes.received():
-			f.receive(f.changes, m)
-		case m := <-f.listing.received():
-			f.receive(f.listing, m)
-		}
-	}
+	f.mu.Lock()
+	f.openMissing(ctx)
+	f.mu.Unlock()
+	<-ctx.Done()
+	f.mu.Lock() // Whatever is received after this is not passed on.
+	defer f.mu.Unlock()
 }
 
 // openMissing opens the streams that there should be.
@@ -80,11 +76,13 @@ func (f *follower) openMissing(ctx context.Context) {
 	if f.listing != nil || f.whole || !f.alone && !f.changes.begun {
 		return
 	}
-	q := request{pause: f.beforeList, begin: requestTimeout, plain: f.plain}
-	if again := !f.listed.IsZero() && q.pause.length == 0; again && f.plain {
+	q := request{pause: f.beforeList, begin: requestTimeout, plain: f.plain, again: !f.listed.IsZero()}
+	switch {
+	case !q.again || q.pause.length > 0:
+	case f.plain:
 		q.pause.length = jittered(shortest)
-	} else if again {
-		q.pause.length = rand.N(spread)
+	default:
+		q.pause.length = f.before + rand.N(spread)
 	}
 	switch {
 	case !f.plain:
@@ -96,8 +94,22 @@ func (f *follower) openMissing(ctx context.Context) {
 	f.listing = f.open(ctx, q)
 }
 
-// receive takes a message of one of the streams.
-func (f *follower) receive(s *stream, m message) {
+// open opens a stream, for as long as ctx does not end.
+func (f *follower) open(ctx context.Context, q request) *stream {
+	return f.resource.open(ctx, q, func(s *stream, m message) error { return f.receive(ctx, s, m) })
+}
+
+// errUnwanted ends a stream that is not wanted any more.
+var errUnwanted = errors.New("it is not wanted any more")
+
+// receive takes a message of a stream, on the goroutine of that.
+func (f *follower) receive(ctx context.Context, s *stream, m message) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if ctx.Err() != nil || s != f.listing && s != f.changes {
+		return errUnwanted
+	}
+	defer f.openMissing(ctx)
 	switch {
 	case m.err != nil && s == f.listing:
 		f.listEnded(m.err)
@@ -105,31 +117,30 @@ func (f *follower) receive(s *stream, m message) {
 		f.watchEnded(m.err)
 	case m.listed != "" && s == f.listing:
 		f.complete(m.listed)
-	case m.Object == nil:
+	case m.kind == "":
 		s.begun = true
 	case s == f.listing:
-		f.store.list(m.Event)
+		return f.store.list(m.watchEvent)
 	default:
-		f.change(m.Event)
+		return f.change(m.watchEvent)
 	}
+	return nil
 }
 
 // change takes what the watch brings. What is no newer than the last list was in that: the server of the watch lags behind the list's.
-func (f *follower) change(e watch.Event) {
-	o, err := meta.Accessor(e.Object)
-	if err != nil {
-		return
+func (f *follower) change(e watchEvent) error {
+	if n := number(e.version); n != 0 && n <= f.store.asOf {
+		return nil
 	}
-	version := o.GetResourceVersion()
-	if n := number(version); n != 0 && n <= f.store.asOf {
-		return
+	if e.kind != watch.Bookmark {
+		if err := f.store.change(e); err != nil {
+			return err
+		}
 	}
-	if e.Type != watch.Bookmark {
-		f.store.change(e)
+	if e.version != "" {
+		f.version, f.newest = e.version, e.version
 	}
-	if version != "" {
-		f.version, f.newest = version, version
-	}
+	return nil
 }
 
 // complete records that all objects of the list have come.

@@ -3,10 +3,15 @@ package apiserver
 import (
 	"fmt"
 	"math/rand/v2"
+	"net/http"
+	"path"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
 
+	"github.com/stretchr/testify/require"
+	discovery "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/watch"
@@ -101,7 +106,7 @@ func TestChangesWhileListed(t *testing.T) {
 		c.with(func() { c.Pace = func() time.Duration { return time.Second } })
 		begun := time.Now()
 		c.end(true, "between", "a", "s0")
-		time.Sleep(spread + 10*time.Second) // in simulated time: half of the list has come
+		time.Sleep(2*spread + 10*time.Second) // in simulated time: half of the list has come
 		for _, name := range []string{"s0", "s1", "s19", "other"} {
 			c.change(name)
 		}
@@ -120,7 +125,7 @@ func TestChangesWhileListed(t *testing.T) {
 			t.Error("what differs is told of before the list is complete")
 		}
 		time.Sleep(time.Minute) // in simulated time: the list is complete
-		if _, at := told.told("between"); at.Sub(begun) > spread+25*time.Second {
+		if _, at := told.told("between"); at.Sub(begun) > 2*spread+25*time.Second {
 			t.Errorf("the list took %v", at.Sub(begun))
 		}
 		told.check(c)
@@ -173,13 +178,13 @@ func TestTimeToChange(t *testing.T) {
 		most, least time.Duration
 	}{
 		{"watches end", func(c cluster) { c.end(false, "new") }, 0, 0},
-		{"watches end and versions are forgotten", func(c cluster) { c.end(true, "new") }, spread, 0},
+		{"watches end and versions are forgotten", func(c cluster) { c.end(true, "new") }, 2 * spread, 0},
 		{"the same without streamed lists", func(c cluster) {
 			c.with(func() { c.Servers[0].Streams = apiservertest.Unknown })
 			c.end(true, "new")
 		}, 2 * shortest, shortest},
 		{"connections are refused for ten minutes", long(apiservertest.Refused, false), 2 * longestUnreached, 0},
-		{"the same, and versions are forgotten", long(apiservertest.Refused, true), 2*longestUnreached + spread, 0},
+		{"the same, and versions are forgotten", long(apiservertest.Refused, true), 2*longestUnreached + 2*spread, 0},
 		{"the API server is overloaded for ten minutes", long(apiservertest.Unavailable, false), 2 * longest, 0},
 	} {
 		t.Run(test.what, func(t *testing.T) {
@@ -221,6 +226,42 @@ func TestFewRequests(t *testing.T) {
 			defer c.Unlock()
 			if n := len(c.Asked); n > most {
 				t.Errorf("%d requests in ten minutes, want %d at most", n, most)
+			}
+		})
+	}
+}
+
+// TestListsInTurn: what is listed again, is after the EndpointSlices, but does not wait for ever for a list of them that hangs.
+func TestListsInTurn(t *testing.T) {
+	t.Parallel()
+	const n, pace = 30, 10 * time.Millisecond
+	for _, hangs := range []bool{false, true} {
+		synctest.Test(t, func(t *testing.T) {
+			c, again := newCluster(), atomic.Bool{}
+			for i := range n {
+				c.Put(endpointSlices, &discovery.EndpointSlice{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint(i)}})
+			}
+			told := c.followBy(t, func(r *http.Request) (*http.Response, error) {
+				q := r.URL.Query()
+				if again.Load() && hangs && path.Base(r.URL.Path) == endpointSlices && q.Get("sendInitialEvents") == "true" {
+					<-r.Context().Done()
+					return nil, r.Context().Err()
+				}
+				return c.RoundTrip(r)
+			})
+			time.Sleep(time.Minute) // in simulated time: a watch has lasted
+			again.Store(true)
+			c.with(func() { c.Pace, c.Asked = func() time.Duration { return pace }, nil })
+			begun := time.Now()
+			c.end(true, "new")
+			time.Sleep(time.Minute / 2) // in simulated time, longer than all pauses
+			told.check(c)
+			first, second := c.listed(endpointSlices).Sub(begun), c.listed(services).Sub(begun)
+			if least := first + n*pace; !hangs && (first >= spread || second < least || second > least+2*spread) {
+				t.Errorf("EndpointSlices were listed after %v, Services after %v", first, second)
+			}
+			if hangs && (second < longestTurn || second > longestTurn+2*spread) {
+				t.Errorf("EndpointSlices can't be listed, Services were after %v", second)
 			}
 		})
 	}
@@ -274,8 +315,8 @@ func TestListInParts(t *testing.T) {
 	list := func(first, n int) {
 		s.begin()
 		for i := first; i < first+n; i++ {
-			s.list(watch.Event{Type: watch.Added, Object: &v1.Service{
-				ObjectMeta: metav1.ObjectMeta{Namespace: "ns", Name: fmt.Sprint(i), ResourceVersion: "1"}}})
+			require.NoError(t, s.list(decoded(watch.Added, &v1.Service{
+				ObjectMeta: metav1.ObjectMeta{Namespace: "ns", Name: fmt.Sprint(i), ResourceVersion: "1"}})))
 		}
 	}
 	list(0, aheadSize+10) // This attempt breaks off.

@@ -49,8 +49,13 @@ func runSchedule(t *testing.T, random *rand.Rand) {
 		c.put(fmt.Sprint("s", i))
 	}
 	c.Backup()
-	_, got := c.followServices(t, c.RoundTrip)
-	for range random.IntN(60) {
+	answer := roundTrip(c.RoundTrip)
+	if random.IntN(2) == 0 {
+		answer = inProtobuf(answer)
+	}
+	steps := random.IntN(60)
+	_, got := c.followServices(t, answer) // It draws from random, too, from here on.
+	for range steps {
 		c.Lock()
 		c.happen()
 		pause := time.Duration(random.IntN(200)) * time.Millisecond

@@ -25,6 +25,8 @@ const DefaultSilence = 3 * time.Minute
 type resource struct {
 	name    string // as in URLs: services
 	example runtime.Object
+	// apiVersion and kind are those of an object.
+	apiVersion, kind string
 	// put sets an object in its part of a batch; nil means that the object is gone.
 	put func(b *source.Batch, name types.NamespacedName, obj any)
 	// fields and labels select among the objects.
@@ -41,6 +43,9 @@ type resource struct {
 	askAgain    time.Duration
 	unavailable func()
 	answers     *answers // of all resources
+	// turn is the one of all resources in which they are listed again, and before is how long it is left to others.
+	turn   turn
+	before time.Duration
 
 	mu    sync.Mutex
 	state source.Watch

@@ -12,6 +12,7 @@ import (
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
+	utilruntime "k8s.io/apimachinery/pkg/util/runtime"
 	"k8s.io/client-go/rest"
 
 	"nodeproxy/source"
@@ -47,9 +48,15 @@ func resources(cfg Config) []*resource {
 		put:      func(b *source.Batch, name types.NamespacedName, obj any) { put(&b.ServiceCIDRs, name.Name, obj) },
 		optional: true, group: networking.GroupName, askAgain: cmp.Or(cfg.askAgain, askAgain),
 	}}
-	all := &answers{}
+	all, again := &answers{}, make(turn, 1)
 	for _, r := range out {
-		r.silence, r.log, r.answers = cfg.Silence, cfg.Log, all
+		kinds, _, err := scheme.ObjectKinds(r.example)
+		utilruntime.Must(err)
+		r.apiVersion, r.kind = kinds[0].ToAPIVersionAndKind()
+		r.silence, r.log, r.answers, r.turn = cfg.Silence, cfg.Log, all, again
+		if r.name != endpointSlices {
+			r.before = spread
+		}
 	}
 	return out
 }

@@ -18,7 +18,8 @@ import (
 //     the version, one from now on, also at once. Changes come by that, so no node is blind while everything is listed beside it.
 //   - A streamed list costs processor time for as long as it lasts, and no memory to speak of: it is sent from the watch cache. A node begins
 //     within spread, so that all do not in the same moment. What limits how many of them an API server works at is its own priority and
-//     fairness, with queues; what it rejects (429) says when to come back, and client-go's requests heed that.
+//     fairness, with queues; what it rejects (429) says when to come back, and client-go's requests heed that. The lists of a node follow each
+//     other, EndpointSlices first, which change most: so there is a processor for changes, here and at the API server.
 //   - A list as a whole, from an API server that does not stream them, is in its memory as often as it is asked for at the same time. It
 //     waits half a second to a second, as everything did before there were streams.
 //   - After a failure of what is not a first attempt, pauses grow from half a second up to longest, each lengthened by a random time of up to
@@ -30,7 +31,8 @@ const (
 	shortest         = 500 * time.Millisecond
 	longest          = 5 * time.Second
 	longestUnreached = 2 * time.Second
-	spread           = 200 * time.Millisecond
+	spread           = 50 * time.Millisecond
+	longestTurn      = time.Second
 )
 
 // attempts counts those since the last that has lasted. The first one after that follows without a pause.
@@ -86,6 +88,22 @@ func (r *resource) rest(ctx context.Context, p pause) {
 		}
 		over.Stop()
 	}
+}
+
+// turn has lists follow each other. It has room for one.
+type turn chan struct{}
+
+// take waits until no other list is under way, but not for longer than longestTurn, since that may hang, and returns what ends the turn.
+func (t turn) take(ctx context.Context) (end func()) {
+	over := time.NewTimer(longestTurn)
+	defer over.Stop()
+	select {
+	case t <- struct{}{}:
+		return sync.OnceFunc(func() { <-t })
+	case <-over.C:
+	case <-ctx.Done():
+	}
+	return func() {}
 }
 
 // answers tells the requests that have to wait when one of them gets an answer. The zero value is ready.

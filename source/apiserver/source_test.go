@@ -13,12 +13,10 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/assert"
-	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/watch"
-	"k8s.io/client-go/rest"
 
 	"nodeproxy/plan"
 	"nodeproxy/proxier"
@@ -390,9 +388,7 @@ func TestRunEndsAtOnce(t *testing.T) {
 		t.Run(what, func(t *testing.T) {
 			t.Parallel()
 			synctest.Test(t, func(t *testing.T) {
-				client, err := newClient(&rest.Config{Host: "http://api.example", QPS: -1, Transport: answer})
-				require.NoError(t, err)
-				s := New(Config{Client: client, NodeName: "n1", Log: slog.New(slog.DiscardHandler)})
+				s := New(Config{Client: answeredBy(t, answer), NodeName: "n1", Log: slog.New(slog.DiscardHandler)})
 				ctx, cancel := context.WithCancel(t.Context())
 				ended := make(chan error, 1)
 				go func() { ended <- s.Run(ctx, &recorder{t: t, services: map[types.NamespacedName]*v1.Service{}}) }()

@@ -56,29 +56,38 @@ func (s *store) begin() {
 // list takes an object of the list. Those of the first list are passed on as they arrive, so that not all are in memory at the same time:
 // nothing is programmed before all of them have come. What differs in a later list is passed on as a whole, as is then programmed at once,
 // with what is gone.
-func (s *store) list(e watch.Event) {
-	name, version := identify(e.Object)
-	if e.Type == watch.Bookmark || s.later(name, version) {
-		return
+func (s *store) list(e watchEvent) error {
+	version := number(e.version)
+	if e.kind == watch.Bookmark || s.later(e.name, version) {
+		return nil
 	}
-	had := s.known.Get(name)
-	delete(s.differs, name)
+	had := s.known.Get(e.name)
+	delete(s.differs, e.name)
 	switch {
-	case e.Type == watch.Deleted: // while the list was under way
+	case e.kind == watch.Deleted: // while the list was under way
 		if had != nil {
 			had.list = s.lists - 1
 		}
+		return nil
 	case had != nil && had.version == version && version != 0:
 		had.list = s.lists
-	case s.listed:
-		s.differs[name] = strip(e.Object)
-	default:
-		s.put(&s.ahead, name, version, s.lists, strip(e.Object))
-		if s.size++; s.size == aheadSize {
-			s.deliver(s.resource, s.ahead, false)
-			s.ahead, s.size = source.Batch{}, 0
-		}
+		return nil
 	}
+	obj, err := s.resource.decode(e)
+	if err != nil {
+		return err
+	}
+	name, version := identify(obj)
+	if s.listed {
+		s.differs[name] = strip(obj)
+		return nil
+	}
+	s.put(&s.ahead, name, version, s.lists, strip(obj))
+	if s.size++; s.size == aheadSize {
+		s.deliver(s.resource, s.ahead, false)
+		s.ahead, s.size = source.Batch{}, 0
+	}
+	return nil
 }
 
 // later reports whether the watch beside a list has brought an object, or its end, as of later than a version. The server of the watch and
@@ -110,10 +119,19 @@ func (s *store) complete(asOf uint64) {
 }
 
 // change takes what a watch brings.
-func (s *store) change(e watch.Event) {
-	var b source.Batch
-	name, version := identify(e.Object)
-	list := s.lists
+func (s *store) change(e watchEvent) error {
+	name, version, list := e.name, number(e.version), s.lists
+	had := s.known.Get(name)
+	same := had != nil && had.version == version && version != 0
+	var obj any
+	if e.kind != watch.Deleted && !same {
+		decoded, err := s.resource.decode(e)
+		if err != nil {
+			return err
+		}
+		name, version = identify(decoded)
+		obj = strip(decoded)
+	}
 	if s.listing {
 		s.changed[name] = version
 		differs, differing := s.differs[name], uint64(0)
@@ -127,19 +145,18 @@ func (s *store) change(e watch.Event) {
 			list--
 		}
 	}
-	had := s.known.Get(name)
+	var b source.Batch
 	switch {
-	case e.Type == watch.Deleted && had == nil:
-		return
-	case e.Type == watch.Deleted:
+	case e.kind == watch.Deleted && had == nil, e.kind != watch.Deleted && same:
+		return nil
+	case e.kind == watch.Deleted:
 		s.known.Delete(name)
 		s.resource.put(&b, name, nil)
-	case had != nil && had.version == version && version != 0:
-		return
 	default:
-		s.put(&b, name, version, list, strip(e.Object))
+		s.put(&b, name, version, list, obj)
 	}
 	s.deliver(s.resource, b, false)
+	return nil
 }
 
 // put puts an object into a batch and notes it.

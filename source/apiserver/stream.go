@@ -7,14 +7,14 @@ import (
 	"fmt"
 	"io"
 	"math/rand/v2"
-	"reflect"
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/runtime"
+	utilnet "k8s.io/apimachinery/pkg/util/net"
 	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/rest"
 	"k8s.io/utils/ptr"
 )
 
@@ -44,36 +44,28 @@ func because(ctx context.Context, err error) error {
 
 // stream is a request to the API server whose answer comes in parts: a watch, or a list.
 type stream struct {
-	// messages ends with one that has an error: io.EOF where the answer was complete.
-	messages chan message
-	end      context.CancelFunc // for one of which nothing more is wanted
-	begun    bool               // The first message has been received.
+	end   context.CancelFunc // for one of which nothing more is wanted
+	begun bool               // The first message has come.
 	// asked is when the request was sent, and answered is closed at an answer to another one since then. They are there with the first
 	// message.
 	asked    time.Time
 	answered <-chan struct{}
 }
 
-// message is what comes by a stream. The first one says only that the API server has begun to answer.
+// message is what comes by a stream. The first one says only that the API server has begun to answer, and the last one has an error: io.EOF
+// where the answer was complete.
 type message struct {
-	watch.Event
+	watchEvent
 	// listed is the version of a list all of whose objects have come; "0", for any, where it has none.
 	listed string
 	err    error
-}
-
-// received returns the messages of a stream; those of no stream never come.
-func (s *stream) received() <-chan message {
-	if s == nil {
-		return nil
-	}
-	return s.messages
 }
 
 // request is what a stream asks for: to watch with these options or, if plain, to list.
 type request struct {
 	metav1.ListOptions
 	plain bool
+	again bool          // All has been listed before: this takes its turn.
 	pause pause         // before it
 	begin time.Duration // how long to wait for the answer to begin
 }
@@ -81,10 +73,10 @@ type request struct {
 // lists reports whether the answer is to have all objects.
 func (q *request) lists() bool { return q.plain || ptr.Deref(q.SendInitialEvents, false) }
 
-// open begins a stream.
-func (r *resource) open(ctx context.Context, q request) *stream {
+// open begins a stream. Its messages are received one after the other, until that fails.
+func (r *resource) open(ctx context.Context, q request, receive func(*stream, message) error) *stream {
 	ctx, end := context.WithCancel(ctx)
-	s := &stream{messages: make(chan message), end: end}
+	s := &stream{end: end}
 	what := "watch"
 	if q.lists() {
 		what = "list"
@@ -92,8 +84,18 @@ func (r *resource) open(ctx context.Context, q request) *stream {
 	go func() {
 		defer end()
 		r.rest(ctx, q.pause)
+		over := func() {}
+		if q.again {
+			over = r.turn.take(ctx)
+			defer over()
+		}
 		s.asked, s.answered = time.Now(), r.answers.next()
-		err := r.forward(ctx, q, s)
+		err := r.forward(ctx, q, func(m message) error {
+			if m.listed != "" {
+				defer over()
+			}
+			return receive(s, m)
+		})
 		if ctx.Err() != nil {
 			return
 		}
@@ -104,89 +106,83 @@ func (r *resource) open(ctx context.Context, q request) *stream {
 		default:
 			r.failed(what, err)
 		}
-		s.send(ctx, message{err: err})
+		_ = receive(s, message{err: err})
 	}()
 	return s
 }
 
-// send passes a message on, and reports whether it was wanted.
-func (s *stream) send(ctx context.Context, m message) bool {
-	select {
-	case s.messages <- m:
-		return true
-	case <-ctx.Done():
-		return false
+// ask makes a request, and returns the answer once that has begun.
+func ask(ctx context.Context, request *rest.Request) (io.ReadCloser, error) {
+	answer, err := request.Stream(ctx)
+	switch {
+	case err == nil:
+		return answer, nil
+	case utilnet.IsProbableEOF(err), utilnet.IsTimeout(err):
+		err = fmt.Errorf("%w: %s", errClosed, err.Error()) // Wrapped, an io.EOF would say that the answer was complete.
 	}
+	return nil, because(ctx, err)
 }
 
-// forward makes a request and passes on what comes, until the answer ends, and returns why it has.
-func (r *resource) forward(ctx context.Context, q request, s *stream) error {
+// forward makes a request and passes on what comes, until the answer ends or that fails, and returns why it has.
+func (r *resource) forward(ctx context.Context, q request, receive func(message) error) error {
 	if q.plain {
-		return r.forwardList(ctx, q, s)
+		return r.forwardList(ctx, q, receive)
 	}
 	q.Watch, q.AllowWatchBookmarks = true, true
 	q.TimeoutSeconds = ptr.To(int64((leastWatch + rand.N(leastWatch)).Seconds()))
 	asking, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	late := time.AfterFunc(q.begin, func() { cancel(noAnswer(q.begin)) })
-	w, err := r.get(q.ListOptions).Watch(asking)
-	if !late.Stop() && err == nil {
-		w.Stop()
-		err = noAnswer(q.begin)
-	}
-	if err == nil && reflect.TypeOf(w) == reflect.TypeOf(watch.NewEmptyWatch()) {
-		err = errClosed // This is how client-go says so.
-	}
+	answer, err := ask(asking, r.get(q.ListOptions).Throttle(nil)) // Watches are not limited, as those of client-go are not.
 	if err != nil {
-		return because(asking, err)
+		return err
 	}
-	defer w.Stop()
+	defer answer.Close()
+	if !late.Stop() {
+		return noAnswer(q.begin)
+	}
 	r.heard()
-	if !s.send(ctx, message{}) {
-		return ctx.Err()
+	if err := receive(message{}); err != nil {
+		return err
 	}
-	return r.forwardEvents(ctx, w, s, q)
+	silence := time.AfterFunc(r.silence, func() { cancel(errSilent) })
+	defer silence.Stop()
+	err = r.forwardEvents(newEventReader(r, answer), q.lists(), func(m message) error {
+		r.heard()
+		silence.Reset(r.silence)
+		return receive(m)
+	})
+	switch {
+	case !errors.Is(context.Cause(asking), errSilent):
+		return err
+	case r.isBefore(ctx, q.ResourceVersion):
+		return apierrors.NewResourceExpired("the API server is at an earlier version than it was, as after a backup was restored")
+	}
+	return fmt.Errorf("for %s, %w", r.silence, errSilent)
 }
 
-// forwardEvents passes on what a watch brings. It gives the watch up once that has delivered nothing for too long: a connection can be dead
-// without being closed, and a server, or a load balancer before it, can forget a watch and keep its connection. Where it begins with a
-// list, that ends with the first bookmark, if the API server understands what was asked of it.
-func (r *resource) forwardEvents(ctx context.Context, w watch.Interface, s *stream, q request) error {
-	listing := q.lists()
-	silence := time.NewTimer(r.silence)
-	defer silence.Stop()
+// forwardEvents passes on what a watch brings. Where it begins with a list, that ends with the first bookmark, if the API server understands
+// what was asked of it.
+func (r *resource) forwardEvents(from *eventReader, listing bool, receive func(message) error) error {
 	for {
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-silence.C:
-			if r.isBefore(ctx, q.ResourceVersion) {
-				return apierrors.NewResourceExpired("the API server is at an earlier version than it was, as after a backup was restored")
-			}
-			return fmt.Errorf("for %s, %w", r.silence, errSilent)
-		case e, open := <-w.ResultChan():
+		e, err := from.next()
+		if err != nil {
+			return err
+		}
+		m := message{watchEvent: e}
+		if e.kind == watch.Bookmark {
+			o, err := meta.Accessor(e.object)
 			switch {
-			case !open:
-				return io.EOF
-			case e.Type == watch.Error:
-				return apierrors.FromObject(e.Object)
-			}
-			r.heard()
-			silence.Reset(r.silence)
-			if got, want := reflect.TypeOf(e.Object), reflect.TypeOf(r.example); got != want {
-				return apierrors.NewInternalError(fmt.Errorf("an event of a %v came where one of a %v should", got, want))
-			}
-			m := message{Event: e}
-			if o, err := meta.Accessor(e.Object); err != nil {
-				return fmt.Errorf("event %s: %w", e.Type, err)
-			} else if e.Type == watch.Bookmark && o.GetAnnotations()[metav1.InitialEventsAnnotationKey] == "true" {
-				m.listed, listing = cmp.Or(o.GetResourceVersion(), "0"), false
-			} else if e.Type == watch.Bookmark && listing {
+			case err != nil:
+				return err
+			case o.GetAnnotations()[metav1.InitialEventsAnnotationKey] == "true":
+				m.listed, listing = cmp.Or(e.version, "0"), false
+			case listing:
 				return errEndless
 			}
-			if !s.send(ctx, m) {
-				return ctx.Err()
-			}
+		}
+		if err := receive(m); err != nil {
+			return err
 		}
 	}
 }
@@ -205,33 +201,4 @@ func (r *resource) isBefore(ctx context.Context, version string) bool {
 	}
 	l, err := meta.ListAccessor(list)
 	return err == nil && l.GetResourceVersion() != "" && number(l.GetResourceVersion()) < number(version)
-}
-
-// forwardList passes on a list that comes as a whole.
-func (r *resource) forwardList(ctx context.Context, q request, s *stream) error {
-	asking, cancel := context.WithTimeoutCause(ctx, q.begin, noAnswer(q.begin))
-	defer cancel()
-	list, err := r.list(asking, q.ListOptions)
-	if err != nil {
-		return because(asking, err)
-	}
-	r.heard()
-	if !s.send(ctx, message{}) {
-		return ctx.Err()
-	}
-	err = meta.EachListItemWithAlloc(list, func(obj runtime.Object) error {
-		if !s.send(ctx, message{Event: watch.Event{Type: watch.Added, Object: obj}}) {
-			return ctx.Err()
-		}
-		return nil
-	})
-	if err != nil {
-		return err
-	}
-	l, err := meta.ListAccessor(list)
-	if err != nil {
-		return fmt.Errorf("list from the API server: %w", err)
-	}
-	s.send(ctx, message{listed: cmp.Or(l.GetResourceVersion(), "0")})
-	return io.EOF
 }

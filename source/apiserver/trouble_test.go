@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/watch"
@@ -179,11 +180,11 @@ func TestListBesideWatch(t *testing.T) {
 			}
 			list := func() {
 				if c.listed != "" {
-					s.list(watch.Event{Type: watch.Added, Object: object(c.listed)})
+					require.NoError(t, s.list(decoded(watch.Added, object(c.listed))))
 				}
 			}
 			s.begin()
-			s.list(watch.Event{Type: watch.Added, Object: object("40")})
+			require.NoError(t, s.list(decoded(watch.Added, object("40"))))
 			s.complete(40)
 			s.begin()
 			if listFirst {
@@ -191,9 +192,9 @@ func TestListBesideWatch(t *testing.T) {
 			}
 			switch {
 			case c.gone:
-				s.change(watch.Event{Type: watch.Deleted, Object: object(c.watched)})
+				require.NoError(t, s.change(decoded(watch.Deleted, object(c.watched))))
 			case c.watched != "":
-				s.change(watch.Event{Type: watch.Modified, Object: object(c.watched)})
+				require.NoError(t, s.change(decoded(watch.Modified, object(c.watched))))
 			}
 			if !listFirst {
 				list()

@@ -15,6 +15,7 @@ import (
 	"strings"
 	"sync"
 	"syscall"
+	"testing/iotest"
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -331,16 +332,12 @@ func (c *Cluster) list(s *CachingServer, resource, from string, what Trouble) *h
 		"metadata": map[string]any{"resourceVersion": fmt.Sprint(as)}})
 	switch what {
 	case Broken:
-		r.Body = io.NopCloser(io.MultiReader(io.LimitReader(r.Body, 50), failing{}))
+		r.Body = io.NopCloser(io.MultiReader(io.LimitReader(r.Body, 50), iotest.ErrReader(io.ErrUnexpectedEOF)))
 	case Garbled:
 		r.Body = io.NopCloser(strings.NewReader(`{"kind": "`))
 	}
 	return r
 }
-
-type failing struct{}
-
-func (failing) Read([]byte) (int, error) { return 0, io.ErrUnexpectedEOF }
 
 func event(kind watch.EventType, object any) map[string]any {
 	return map[string]any{"type": kind, "object": object}
