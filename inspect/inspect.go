@@ -4,9 +4,11 @@ package inspect
 
 import (
 	"fmt"
+	"iter"
 	"net/netip"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	v1 "k8s.io/api/core/v1"
@@ -76,12 +78,12 @@ type ServicePort struct {
 	Protocol  plan.Protocol `json:"protocol"`
 	Family    string        `json:"family"`
 	// ClusterIPs, LoadBalancerIPs and ExternalIPs are those that it has here: not those that another ServicePort owns.
-	ClusterIP       string   `json:"clusterIP,omitempty"`
-	LoadBalancerIPs []string `json:"loadBalancerIPs,omitempty"`
-	ExternalIPs     []string `json:"externalIPs,omitempty"`
-	NodePort        uint16   `json:"nodePort,omitempty"`
-	InternalPolicy  string   `json:"internalTrafficPolicy"`
-	ExternalPolicy  string   `json:"externalTrafficPolicy,omitempty"`
+	ClusterIP       netip.Addr `json:"clusterIP,omitzero"`
+	LoadBalancerIPs []string   `json:"loadBalancerIPs,omitempty"`
+	ExternalIPs     []string   `json:"externalIPs,omitempty"`
+	NodePort        uint16     `json:"nodePort,omitempty"`
+	InternalPolicy  string     `json:"internalTrafficPolicy"`
+	ExternalPolicy  string     `json:"externalTrafficPolicy,omitempty"`
 	// Affinity is the session affinity's timeout in seconds; 0 without affinity.
 	Affinity int `json:"sessionAffinityTimeoutSeconds,omitempty"`
 	// Usable is the number of endpoints that this node sends to, under either policy, and Total that of all that are known.
@@ -107,7 +109,7 @@ func describe(sp *plan.ServicePort) ServicePort {
 	for _, f := range sp.Frontends {
 		switch f.Kind {
 		case plan.ClusterIP:
-			out.ClusterIP, out.Number = f.Addr.String(), f.Port
+			out.ClusterIP, out.Number = f.Addr, f.Port
 		case plan.LoadBalancerIP:
 			out.LoadBalancerIPs, out.Number = append(out.LoadBalancerIPs, f.Addr.String()), f.Port
 		case plan.ExternalIP:
@@ -121,41 +123,70 @@ func describe(sp *plan.ServicePort) ServicePort {
 			out.Number = sh.Frontend.Port
 		}
 	}
-	known := map[netip.AddrPort]struct{}{}
-	for _, ep := range sp.All() {
-		known[ep.Addr] = struct{}{}
+	if out.Total = out.Usable; len(sp.Excluded) > 0 {
+		known := map[netip.AddrPort]struct{}{}
+		for _, ep := range sp.All() {
+			known[ep.Addr] = struct{}{}
+		}
+		for _, ex := range sp.Excluded {
+			known[ex.Addr] = struct{}{}
+		}
+		out.Total = len(known)
 	}
-	for _, ex := range sp.Excluded {
-		known[ex.Addr] = struct{}{}
-	}
-	out.Total = len(known)
 	return out
 }
 
 // ServicePorts returns the ServicePorts of a Service, in order; of all Services of a namespace if its name is empty, and of all namespaces
 // if both are.
 func (n *Node) ServicePorts(of plan.Service) []ServicePort {
-	programmed := n.snapshot()
-	var desired []*plan.ServicePort
-	n.View(func(s *proxier.State) {
-		services := s.Plan().Services
-		if of == (plan.Service{}) {
-			desired = make([]*plan.ServicePort, 0, len(services))
+	return slices.AppendSeq([]ServicePort{}, n.servicePorts(of))
+}
+
+// listed has buffers for the ServicePorts of a list.
+var listed = sync.Pool{New: func() any { return new([]*plan.ServicePort) }}
+
+// servicePorts iterates over what ServicePorts returns, as it is when that begins.
+func (n *Node) servicePorts(of plan.Service) iter.Seq[ServicePort] {
+	return func(yield func(ServicePort) bool) {
+		snapshot, buffer := n.snapshot(), listed.Get().(*[]*plan.ServicePort)
+		desired := *buffer
+		defer func() {
+			clear(desired)
+			*buffer = desired[:0]
+			listed.Put(buffer)
+		}()
+		n.View(func(s *proxier.State) {
+			services := s.Plan().Services
+			if of == (plan.Service{}) {
+				desired = slices.Grow(desired, len(services))
+			}
+			for k, sp := range services {
+				if (of.Namespace == "" || k.Service.Namespace == of.Namespace) && (of.Name == "" || k.Service.Name == of.Name) {
+					desired = append(desired, sp)
+				}
+			}
+		})
+		if len(desired) == 0 {
+			return
 		}
-		for k, sp := range services {
-			if (of.Namespace == "" || k.Service.Namespace == of.Namespace) && (of.Name == "" || k.Service.Name == of.Name) {
-				desired = append(desired, sp)
+		slices.SortFunc(desired, func(a, b *plan.ServicePort) int { return a.Key.Compare(b.Key) })
+		refused := n.refused()
+		next, stop := iter.Pull2(snapshot.From(desired[0].Key.Service)) // To find each by its key would take longer than all else.
+		defer stop()
+		programmed, since, more := next()
+		for _, sp := range desired {
+			for more && programmed != sp && programmed.Key.Compare(sp.Key) < 0 {
+				programmed, since, more = next()
+			}
+			out := describe(sp)
+			if out.State = Planned; snapshot != nil {
+				out.State, out.Since = stateBeside(programmed, since, sp, refused)
+			}
+			if !yield(out) {
+				return
 			}
 		}
-	})
-	slices.SortFunc(desired, func(a, b *plan.ServicePort) int { return a.Key.Compare(b.Key) })
-	refused := n.refused()
-	out := make([]ServicePort, len(desired))
-	for i, sp := range desired {
-		out[i] = describe(sp)
-		out[i].State, out[i].Since = state(sp, programmed, refused)
 	}
-	return out
 }
 
 // snapshot returns what is programmed; nil where nothing is.
@@ -184,10 +215,16 @@ func state(sp *plan.ServicePort, programmed *plan.Snapshot, refused map[plan.Key
 	if programmed == nil {
 		return Planned, time.Time{}
 	}
+	now, since := programmed.Programmed(sp.Key)
+	return stateBeside(now, since, sp, refused)
+}
+
+// stateBeside is state for a ServicePort of which it is known what is programmed, and since when.
+func stateBeside(programmed *plan.ServicePort, since time.Time, sp *plan.ServicePort, refused map[plan.Key]plan.Refusal) (string, time.Time) {
 	if _, ok := refused[sp.Key]; ok {
 		return Refused, time.Time{}
 	}
-	if now, since := programmed.Programmed(sp.Key); now == sp {
+	if programmed == sp {
 		return Programmed, since
 	}
 	return Pending, time.Time{}

@@ -1,10 +1,13 @@
 package inspect
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"net/http/httptrace"
 	"net/netip"
 	"net/textproto"
@@ -96,6 +99,47 @@ func BenchmarkAnswers(b *testing.B) {
 	}
 }
 
+// published has a Node answer that all it knows is programmed.
+func published(n *Node) {
+	var publisher plan.Publisher
+	n.View(func(s *proxier.State) { publisher.Publish(s.Plan(), plan.Everything()) })
+	n.Programmed = publisher.Latest
+}
+
+// BenchmarkList measures what a list of 10,000 Services costs: the daemon, which sends it, and the command, which reads and prints it.
+func BenchmarkList(b *testing.B) {
+	n, _ := manyServices(b, 10000)
+	published(n)
+	b.Run("send", func(b *testing.B) {
+		b.ReportAllocs()
+		handler, w := Handler(func() *Node { return n }), discard{http.Header{}}
+		r := httptest.NewRequest(http.MethodGet, "/v1/services", nil)
+		for b.Loop() {
+			handler.ServeHTTP(w, r)
+		}
+	})
+	var text bytes.Buffer
+	require.NoError(b, write(&text, n.servicePorts(plan.Service{})))
+	b.Run("print", func(b *testing.B) {
+		b.ReportAllocs()
+		for b.Loop() {
+			table := NewServicePortTable(false, time.Now())
+			for sp, err := range readRows(bytes.NewReader(text.Bytes())) {
+				require.NoError(b, err)
+				table.Add(sp)
+			}
+			require.NoError(b, table.Write(io.Discard))
+		}
+	})
+}
+
+// discard is where an answer goes that nobody reads.
+type discard struct{ header http.Header }
+
+func (d discard) Header() http.Header            { return d.header }
+func (d discard) WriteHeader(int)                {}
+func (d discard) Write(data []byte) (int, error) { return len(data), nil }
+
 // serve answers by what node returns at the socket with the path that it returns, and returns a Client of it, and what ends that before the test does.
 func serve(t *testing.T, node func() *Node) (client *Client, path string, end func()) {
 	t.Helper()
@@ -144,9 +188,10 @@ func TestClient(t *testing.T) {
 		t.Errorf("of another namespace: %v, %v", list, err)
 	}
 	one := plan.Service{Namespace: "default", Name: "s-1"}
-	if list, err := client.CountedServicePorts(t.Context(), one); err != nil || len(list) == 0 ||
-		slices.ContainsFunc(list, func(sp ServicePort) bool { return sp.Name != one.Name }) {
-		t.Errorf("of %s: %v, %v", one, list, err)
+	var named []ServicePort
+	err = client.EachServicePort(t.Context(), one, true, func(sp ServicePort) { named = append(named, sp) })
+	if err != nil || len(named) == 0 || slices.ContainsFunc(named, func(sp ServicePort) bool { return sp.Name != one.Name }) {
+		t.Errorf("of %s: %v, %v", one, named, err)
 	}
 	e, err := client.Explain(t.Context(), plan.Service{Namespace: "default", Name: "s-1"})
 	if err != nil || !e.Problem() || !slices.ContainsFunc(e.Diagnoses, func(d Diagnosis) bool { return d.Code == RefusedByKernel }) {

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"iter"
 	"net"
 	"net/http"
 	"net/http/httptrace"
@@ -43,7 +44,7 @@ func Handler(node func() *Node) http.Handler {
 				http.Error(w, err.Error(), http.StatusInternalServerError)
 			default:
 				w.Header().Set("Content-Type", "application/json")
-				_ = json.NewEncoder(w).Encode(body) // The client finds out if it is cut off.
+				_ = write(w, body) // The client finds out if it is cut off.
 			}
 		})
 	}
@@ -52,9 +53,9 @@ func Handler(node func() *Node) http.Handler {
 	}
 	handle("/v1/services", func(ctx context.Context, n *Node, q url.Values) (any, error) {
 		if q.Has("counters") {
-			return n.CountedServicePorts(ctx, service(q)), nil
+			return n.countedServicePorts(ctx, service(q)), nil
 		}
-		return n.ServicePorts(service(q)), nil
+		return n.servicePorts(service(q)), nil
 	})
 	handle("/v1/desired", func(_ context.Context, n *Node, _ url.Values) (any, error) { return n.Desired() })
 	handle("/v1/findings", func(_ context.Context, n *Node, _ url.Values) (any, error) { return n.AllFindings(), nil })
@@ -78,6 +79,14 @@ func Handler(node func() *Node) http.Handler {
 		return e, err
 	})
 	return mux
+}
+
+// write writes an answer as JSON.
+func write(w io.Writer, body any) error {
+	if rows, is := body.(iter.Seq[ServicePort]); is {
+		return writeRows(w, rows)
+	}
+	return json.NewEncoder(w).Encode(body)
 }
 
 // Client asks the nodeproxy that runs on this node.
@@ -113,13 +122,27 @@ func (e *SilentError) Error() string {
 }
 
 // ServicePorts asks for what Node.ServicePorts returns.
-func (c *Client) ServicePorts(ctx context.Context, of plan.Service) (out []ServicePort, err error) {
-	return out, c.get(ctx, "services", url.Values{"namespace": {of.Namespace}, "name": {of.Name}}, &out)
+func (c *Client) ServicePorts(ctx context.Context, of plan.Service) ([]ServicePort, error) {
+	out := []ServicePort{}
+	return out, c.EachServicePort(ctx, of, false, func(sp ServicePort) { out = append(out, sp) })
 }
 
-// CountedServicePorts asks for what Node.CountedServicePorts returns.
-func (c *Client) CountedServicePorts(ctx context.Context, of plan.Service) (out []ServicePort, err error) {
-	return out, c.get(ctx, "services", url.Values{"namespace": {of.Namespace}, "name": {of.Name}, "counters": {"true"}}, &out)
+// EachServicePort asks for the same, and calls each with one after the other as they come in; counted, with their Counters, where there are
+// any and they can be read in time. Of an answer that ends with an error, it may have been called with some.
+func (c *Client) EachServicePort(ctx context.Context, of plan.Service, counted bool, each func(ServicePort)) error {
+	q := url.Values{"namespace": {of.Namespace}, "name": {of.Name}}
+	if counted {
+		q.Set("counters", "true")
+	}
+	return c.read(ctx, "services", q, func(answer io.Reader) error {
+		for sp, err := range readRows(answer) {
+			if err != nil {
+				return err
+			}
+			each(sp)
+		}
+		return nil
+	})
 }
 
 // Findings asks for what Node.AllFindings returns.
@@ -157,6 +180,11 @@ func (c *Client) Trace(ctx context.Context, q TraceQuery) (out *Trace, err error
 }
 
 func (c *Client) get(ctx context.Context, what string, q url.Values, into any) error {
+	return c.read(ctx, what, q, func(answer io.Reader) error { return json.NewDecoder(answer).Decode(into) })
+}
+
+// read calls into with the answer to a question.
+func (c *Client) read(ctx context.Context, what string, q url.Values, into func(io.Reader) error) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	sign := time.AfterFunc(c.patience, func() { cancel(&SilentError{After: c.patience}) })
@@ -177,7 +205,7 @@ func (c *Client) get(ctx context.Context, what string, q url.Values, into any) e
 	return err
 }
 
-func (c *Client) ask(ctx context.Context, what string, q url.Values, into any) error {
+func (c *Client) ask(ctx context.Context, what string, q url.Values, into func(io.Reader) error) error {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://nodeproxy/v1/"+what+"?"+q.Encode(), nil)
 	if err != nil {
 		return err
@@ -194,7 +222,7 @@ func (c *Client) ask(ctx context.Context, what string, q url.Values, into any) e
 		text, _ := io.ReadAll(io.LimitReader(resp.Body, 4096))
 		return &AnswerError{resp.StatusCode, string(text)}
 	}
-	if err := json.NewDecoder(resp.Body).Decode(into); err != nil {
+	if err := into(resp.Body); err != nil {
 		return fmt.Errorf("reading the answer: %w", err)
 	}
 	return nil

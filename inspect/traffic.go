@@ -2,6 +2,7 @@ package inspect
 
 import (
 	"context"
+	"iter"
 	"maps"
 	"slices"
 	"time"
@@ -67,9 +68,9 @@ func countersOf(t plan.Traffic) Counters {
 	return Counters{t.Connections, t.PacketsIn, t.PacketsOut, t.BytesIn, t.BytesOut}
 }
 
-// CountedServicePorts is ServicePorts with Counters, where there are any and they can be read in time.
-func (n *Node) CountedServicePorts(ctx context.Context, of plan.Service) []ServicePort {
-	list := n.ServicePorts(of)
+// countedServicePorts is servicePorts with Counters, where there are any and they can be read in time.
+func (n *Node) countedServicePorts(ctx context.Context, of plan.Service) iter.Seq[ServicePort] {
+	list := n.servicePorts(of)
 	if n.Reality == nil || n.Reality.Traffic == nil {
 		return list
 	}
@@ -79,13 +80,16 @@ func (n *Node) CountedServicePorts(ctx context.Context, of plan.Service) []Servi
 	if err != nil {
 		return list
 	}
-	for k, t := range all {
-		i, found := slices.BinarySearchFunc(list, k, func(sp ServicePort, k plan.Key) int { return sp.key().Compare(k) })
-		if found {
-			list[i].Counters = new(countersOf(t))
+	return func(yield func(ServicePort) bool) {
+		for sp := range list {
+			if t, found := all[sp.key()]; found {
+				sp.Counters = new(countersOf(t))
+			}
+			if !yield(sp) {
+				return
+			}
 		}
 	}
-	return list
 }
 
 // key is the key of the ServicePort.

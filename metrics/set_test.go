@@ -5,6 +5,7 @@ import (
 	"errors"
 	"log/slog"
 	"math"
+	"net/http"
 	"net/http/httptest"
 	"strings"
 	"testing"
@@ -187,4 +188,15 @@ func TestConntrackTable(t *testing.T) {
 		"nodeproxy_conntrack_insert_failures_total": 26,
 		"nodeproxy_conntrack_drops_total":           3,
 	})
+}
+
+// BenchmarkServe measures an answer of /metrics to a Prometheus server.
+func BenchmarkServe(b *testing.B) {
+	h := New(Config{Mode: iptables, Families: plan.Families[:]}).Handler()
+	r := httptest.NewRequest(http.MethodGet, "/metrics", nil)
+	r.Header.Set("Accept-Encoding", "gzip")
+	b.ReportAllocs()
+	for b.Loop() {
+		h.ServeHTTP(httptest.NewRecorder(), r)
+	}
 }

@@ -86,14 +86,23 @@ func (f *front) serve(d *daemon) {
 		page = ui.Handler(answers, access)
 	}
 	for i, serving := range servings(d.cfg, d.mode.name, d.metrics, d.monitor.node, page, d.log) {
+		serving.Handler = f.restAfter(serving.Handler)
 		f.servers[i].Serve(serving)
 	}
-	f.socket.serve(d.cfg.Socket, inspect.Handler(answers), d.report)
+	f.socket.serve(d.cfg.Socket, f.restAfter(inspect.Handler(answers)), d.report)
 	if before == nil {
 		var ctx context.Context
 		ctx, f.cancel = context.WithCancel(context.Background())
 		f.running.Go(func() { f.services.Run(ctx) })
 	}
+}
+
+// restAfter returns a handler that answers as h does, and tells that nothing more follows: an answer leaves garbage, as a sync does.
+func (f *front) restAfter(h http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		h.ServeHTTP(w, r)
+		f.daemon.Load().monitor.rest()
+	})
 }
 
 // close ends all answers.

@@ -50,20 +50,23 @@ func getServicesCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			ask := from.ServicePorts
-			if i.output != "" && i.output != "table" {
-				ask = from.CountedServicePorts
+			var list []inspect.ServicePort // for other forms than tables, in which rows take less memory
+			table, rows := inspect.NewServicePortTable(i.output == "wide", time.Now()), 0
+			add := table.Add
+			if i.output == "json" || i.output == "yaml" {
+				add = func(sp inspect.ServicePort) { list = append(list, sp) }
 			}
-			list, err := ask(cmd.Context(), of)
+			err = from.EachServicePort(cmd.Context(), of, i.output != "" && i.output != "table", func(sp inspect.ServicePort) {
+				rows++
+				add(sp)
+			})
 			if err != nil {
 				return err
 			}
-			if len(list) == 0 {
+			if rows == 0 {
 				return noneFound(cmd.Context(), from, of)
 			}
-			return i.show(cmd.OutOrStdout(), list, false, func(form string) error {
-				return inspect.WriteServicePorts(cmd.OutOrStdout(), list, form == "wide", time.Now())
-			})
+			return i.show(cmd.OutOrStdout(), list, false, func(string) error { return table.Write(cmd.OutOrStdout()) })
 		},
 	}
 	i.add(cmd, "table, wide, json or yaml")

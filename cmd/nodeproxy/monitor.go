@@ -30,7 +30,7 @@ type monitor struct {
 	// all there is.
 	inSync, complete     chan struct{}
 	first, firstComplete func()
-	// worked has a value after each sync and comparison.
+	// worked has a value after each sync, comparison and answer.
 	worked chan struct{}
 }
 
