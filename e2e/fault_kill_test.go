@@ -84,12 +84,15 @@ func (f *faultScene) churn(random *rand.Rand, round int) {
 	}
 }
 
-// writing reports whether the daemon has a child at work.
+// writing reports whether the daemon has a child at work, which one that waits for its input is not.
 func (f *faultScene) writing() bool {
 	tasks, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/children", f.daemon.PID()))
 	for _, file := range tasks {
-		if children, err := os.ReadFile(file); err == nil && strings.TrimSpace(string(children)) != "" {
-			return true
+		children, _ := os.ReadFile(file)
+		for _, pid := range strings.Fields(string(children)) {
+			if waits, err := os.ReadFile("/proc/" + pid + "/wchan"); err == nil && !strings.Contains(string(waits), "pipe_read") {
+				return true
+			}
 		}
 	}
 	return false

@@ -65,6 +65,10 @@ func TestFaultLock(t *testing.T) {
 	})
 }
 
+// whenGiven begins a script in the place of iptables-restore, which may be started before there is anything to write: it goes on when all input
+// has come, and ends if there is none.
+const whenGiven = "in=$(mktemp); cat >$in; exec <$in; rm $in; [ -s /dev/stdin ] || exit 0\n"
+
 // faultyTools puts a script in the place of each program of a variant that restores rules, and gives a file that says what the
 // script does; without the file, the real program runs.
 func (f *faultScene) faultyTools() (order string) {
@@ -79,7 +83,7 @@ func (f *faultScene) faultyTools() (order string) {
 			if err != nil {
 				path = filepath.Join("/usr/sbin", name)
 			}
-			script := fmt.Sprintf("#!/bin/sh\nreal=%s\n[ ! -e %s ] || . %s\nexec $real \"$@\"\n", path, order, order)
+			script := fmt.Sprintf("#!/bin/sh\n%sreal=%s\n[ ! -e %s ] || . %s\nexec $real \"$@\"\n", whenGiven, path, order, order)
 			if kind != "-restore" {
 				script = fmt.Sprintf("#!/bin/sh\nexec %s \"$@\"\n", path)
 			}

@@ -35,7 +35,8 @@ func refuseRestores(t *testing.T, w *harness.World, variant harness.Variant) (re
 	flag := filepath.Join(dir, "refuse")
 	for _, name := range []string{"iptables", "ip6tables"} {
 		program := variant.Tool(name) + "-restore"
-		script := fmt.Sprintf("#!/bin/sh\n[ -e %s ] && { sleep 1; echo refused for a test >&2; exit 1; }\nexec /usr/sbin/%s \"$@\"\n", flag, program)
+		script := fmt.Sprintf("#!/bin/sh\n%s[ -e %s ] && { sleep 1; echo refused for a test >&2; exit 1; }\nexec /usr/sbin/%s \"$@\"\n",
+			whenGiven, flag, program)
 		require.NoError(t, os.WriteFile(filepath.Join(dir, program), []byte(script), 0o755))
 	}
 	w.DaemonEnv = append(w.DaemonEnv, "PATH="+dir+":"+os.Getenv("PATH"))

@@ -133,6 +133,16 @@ func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
 	return b.watch.Run(ctx, suspect)
 }
 
+// Close ends what waits for the next change. Neither Sync nor Compare may be running, nor be called after it.
+func (b *Backend) Close() error {
+	for _, e := range b.Engines {
+		if p, is := e.Kernel.(*xtables.Program); is {
+			p.Close()
+		}
+	}
+	return nil
+}
+
 // engine programs one family.
 type engine struct {
 	*xtables.Writer
@@ -202,6 +212,9 @@ func (e *engine) syncChanged(ctx context.Context, p *plan.Plan, changed plan.Key
 	e.counts.partial = true
 	if err := e.Write(ctx, nil, steps...); err != nil {
 		return err
+	}
+	if len(slices.Concat(steps...)) > 0 {
+		e.Kernel.Prepare() // Where something has changed, something else soon does.
 	}
 	for _, c := range slices.Concat(steps...) {
 		e.counts.total[c.Table] += c.Grows()

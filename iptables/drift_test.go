@@ -81,6 +81,7 @@ func newLab(t testing.TB, v xtables.Variant, n int) *lab {
 	l.end = func() {
 		cancel()
 		running.Wait()
+		require.NoError(t, l.backend.Close())
 	}
 	running.Go(func() { follow(ctx, l.seen.add) })
 	l.sync(plan.Everything())

@@ -27,6 +27,9 @@ func realEngine(t rapid.TB, v xtables.Variant, f plan.Family) *engine {
 	require.NoError(t, err)
 	e := newEngine(tool, Config{Log: slog.New(slog.DiscardHandler)})
 	e.options = testOptions
+	if ends, is := t.(interface{ Cleanup(func()) }); is {
+		ends.Cleanup(tool.Close)
+	}
 	return e
 }
 

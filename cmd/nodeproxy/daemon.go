@@ -343,10 +343,8 @@ func (d *daemon) run(claim *claim, front *front) error {
 	d.read.PassTo(d.proxier)
 	d.proxier.Run(ctx)
 	d.running.Wait()
-	if d.backend.close != nil {
-		if err := d.backend.close(); err != nil {
-			d.log.Warn("some sockets of the mode stay open", "error", err)
-		}
+	if err := d.backend.close(); err != nil {
+		d.log.Warn("some sockets of the mode stay open", "error", err)
 	}
 	if err := <-d.ended; err != nil {
 		return err

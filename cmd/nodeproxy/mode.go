@@ -88,7 +88,7 @@ type openMode struct {
 	// run does the mode's work between syncs until ctx ends; nil if there is none. It calls resync when everything has to be
 	// compared with the kernel.
 	run func(ctx context.Context, resync func()) error
-	// close closes the mode's sockets, and leaves what it has programmed; nil if it has none.
+	// close closes the mode's sockets, ends programs that wait for changes, and leaves what it has programmed.
 	close func() error
 	// variant is that of iptables which the mode uses; "" where there is but one.
 	variant string

@@ -60,7 +60,7 @@ func openIPTables(c modeConfig) (*openMode, error) {
 	}
 	return &openMode{
 		variant: string(b.Variant),
-		backend: b, mostAtOnce: b.MostAtOnce(), compare: b.Compare, unchanged: b.Unchanged,
+		backend: b, mostAtOnce: b.MostAtOnce(), compare: b.Compare, unchanged: b.Unchanged, close: b.Close,
 		invalidDropped: b.InvalidDropped, localhostNodePorts: b.LocalhostNodePorts(),
 		machine: func(whole, near *plan.Plan, f plan.Family, _ func(netip.Addr) bool) (*packetsim.Machine, error) {
 			return b.Machine(whole, near, f)

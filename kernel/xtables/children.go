@@ -1,7 +1,6 @@
 package xtables
 
 import (
-	"os/exec"
 	"sync"
 	"time"
 )
@@ -18,27 +17,15 @@ type children struct {
 // linger is how long a process is remembered after its end: notifications of what it did may still wait to be read.
 const linger = 5 * time.Second
 
-// run runs a program as one of them.
-func (c *children) run(cmd *exec.Cmd) error {
-	c.mu.Lock() // until its id is known: it may be faster than this
-	err := cmd.Start()
-	if err == nil {
-		c.note(uint32(cmd.Process.Pid), time.Time{})
-	}
-	c.mu.Unlock()
-	if err != nil {
-		return err
-	}
-	defer func() {
-		c.mu.Lock()
-		defer c.mu.Unlock()
-		c.note(uint32(cmd.Process.Pid), time.Now())
-	}()
-	return cmd.Wait()
-}
+// begin remembers a process that is about to write.
+func (c *children) begin(pid uint32) { c.note(pid, time.Time{}) }
 
-// The caller of note must have the lock.
+// ended notes that it has ended.
+func (c *children) ended(pid uint32) { c.note(pid, time.Now()) }
+
 func (c *children) note(pid uint32, ended time.Time) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
 	if c.pids == nil {
 		c.pids = map[uint32]time.Time{}
 	}

@@ -45,7 +45,8 @@ const (
 )
 
 // Program runs the programs of iptables, of one variant and family, in the network namespace of the calling thread. It implements
-// Kernel. Restore must not be called while it runs; all else may be called at any time.
+// Kernel. Restore, Prepare and Close must not be called while one of them runs; all else may be
+// called at any time.
 type Program struct {
 	Variant Variant
 	Family  plan.Family
@@ -55,6 +56,7 @@ type Program struct {
 	// RandomFully is set where MASQUERADE has --random-fully.
 	RandomFully bool
 	children    children
+	ahead       *restoring  // by Prepare; nil for none
 	written     atomic.Bool // since a Watch has looked last
 	// RestoreTime and SaveTime end a run of iptables-restore, besides a millisecond for each line of its input, and one that reads.
 	// Find sets them to 30 seconds and a minute.

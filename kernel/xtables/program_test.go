@@ -16,6 +16,7 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/names"
@@ -250,6 +251,47 @@ func TestOutputHeldOpen(t *testing.T) {
 	if err == nil || errors.As(err, &refused) {
 		t.Errorf("got %v", err)
 	}
+}
+
+// TestPrepare: a program that was started before takes the next input; where somebody has ended it meanwhile, another one does. Close ends one
+// that waits.
+func TestPrepare(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	path, begun, took := filepath.Join(dir, "restore"), filepath.Join(dir, "begun"), filepath.Join(dir, "took")
+	nstest.Script(t, path, "echo >>"+begun+"\nexec cat >>"+took+"\n")
+	program := &Program{RestorePath: path, RestoreTime: 3 * time.Minute}
+	want := func(runs int, input string) {
+		t.Helper()
+		lines, err := os.ReadFile(begun)
+		require.NoError(t, err)
+		text, err := os.ReadFile(took)
+		require.NoError(t, err)
+		if len(lines) != runs || string(text) != input {
+			t.Errorf("%d runs took %q, want %d and %q", len(lines), text, runs, input)
+		}
+	}
+	program.Prepare()
+	program.Prepare()
+	require.NoError(t, program.restoreText("one\n"))
+	want(1, "one\n")
+	require.NoError(t, program.restoreText("two\n"))
+	want(2, "one\ntwo\n")
+	program.Prepare()
+	killed := program.ahead.cmd.Process
+	require.NoError(t, killed.Kill())
+	require.NoError(t, unix.Waitid(unix.P_PID, killed.Pid, nil, unix.WEXITED|unix.WNOWAIT, nil))
+	require.NoError(t, os.WriteFile(begun, nil, 0o600)) // It may have come so far, or not.
+	require.NoError(t, program.restoreText("three\n"))
+	want(1, "one\ntwo\nthree\n")
+	program.Prepare()
+	waits := program.ahead.cmd
+	program.Close()
+	program.Close()
+	if waits.ProcessState == nil || !waits.ProcessState.Success() || program.ahead != nil {
+		t.Errorf("it ended by %v", waits.ProcessState)
+	}
+	want(2, "one\ntwo\nthree\n")
 }
 
 // TestVersion: what programs say of themselves, and those that say nothing in time.

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"os/exec"
 	"regexp"
 	"strconv"
@@ -25,30 +26,95 @@ func (t *Program) Restore(text string) error {
 }
 
 func (t *Program) restoreText(text string) error {
+	limit := t.RestoreTime + time.Duration(strings.Count(text, "\n"))*lineTime
+	if r := t.ahead; r != nil {
+		t.ahead = nil
+		if taken, err := r.run(text, limit); taken {
+			return err
+		}
+		// Somebody had ended it.
+	}
+	r, err := t.start()
+	if err != nil {
+		return &RestoreError{Program: t.RestorePath, Err: err}
+	}
+	_, err = r.run(text, limit)
+	return err
+}
+
+// Prepare starts the program that the next Restore needs, so that this begins sooner. It waits for its input, and ends without one when this
+// process does. Where it can't be started, Restore tries it again.
+func (t *Program) Prepare() {
+	if t.ahead == nil {
+		t.ahead, _ = t.start()
+	}
+}
+
+// Close ends what Prepare has started.
+func (t *Program) Close() {
+	if t.ahead != nil {
+		_, _ = t.ahead.run("", t.RestoreTime)
+		t.ahead = nil
+	}
+}
+
+// restoring is a run of iptables-restore, which does nothing before it has its input.
+type restoring struct {
+	*Program
+	cmd    *exec.Cmd
+	input  io.WriteCloser
+	output bytes.Buffer
+	ctx    context.Context
+	end    context.CancelFunc
+}
+
+func (t *Program) start() (*restoring, error) {
 	args := []string{"--noflush", "--counters"}
 	if t.Variant == Legacy {
 		args = append(args, "-w", strconv.Itoa(lockWait))
 	}
-	limit := t.RestoreTime + time.Duration(strings.Count(text, "\n"))*lineTime
-	ctx, cancel := context.WithTimeout(context.Background(), limit)
-	defer cancel()
-	cmd := exec.CommandContext(ctx, t.RestorePath, args...)
-	cmd.WaitDelay = outputTime
-	cmd.Stdin = strings.NewReader(text)
-	var out bytes.Buffer
-	cmd.Stdout, cmd.Stderr = &out, &out
-	err := t.children.run(cmd)
-	if err == nil {
-		return nil
+	r := &restoring{Program: t}
+	r.ctx, r.end = context.WithCancel(context.Background())
+	r.cmd = exec.CommandContext(r.ctx, t.RestorePath, args...)
+	r.cmd.WaitDelay = outputTime
+	r.cmd.Stdout, r.cmd.Stderr = &r.output, &r.output
+	var err error
+	if r.input, err = r.cmd.StdinPipe(); err == nil {
+		err = r.cmd.Start()
 	}
+	if err != nil {
+		r.end()
+		return nil, err
+	}
+	return r, nil
+}
+
+// run gives the program its input, and waits for its end. taken is false where it has taken nothing of that.
+func (r *restoring) run(text string, limit time.Duration) (taken bool, err error) {
+	defer r.end()
+	defer time.AfterFunc(limit, r.end).Stop()
+	pid := uint32(r.cmd.Process.Pid)
+	r.children.begin(pid)
+	defer r.children.ended(pid)
+	given := make(chan bool, 1)
+	go func() { // It may hang before it has read all.
+		n, err := io.WriteString(r.input, text)
+		_ = r.input.Close()
+		given <- n > 0 || err == nil
+	}()
+	err = r.cmd.Wait()
+	taken = <-given
+	switch {
+	case err == nil:
+		return taken, nil
 	// Neither error says anything about the input, so they are no RestoreError.
-	if errors.Is(err, exec.ErrWaitDelay) {
-		return fmt.Errorf("%s ended, but its output did not within %v: %w", t.RestorePath, outputTime, err)
+	case errors.Is(err, exec.ErrWaitDelay):
+		return taken, fmt.Errorf("%s ended, but its output did not within %v: %w", r.RestorePath, outputTime, err)
+	case r.ctx.Err() != nil:
+		return taken, fmt.Errorf("%s was ended, since it did not end by itself within %v: %s", r.RestorePath, limit, oneLine(r.output.String()))
 	}
-	if ctx.Err() != nil {
-		return fmt.Errorf("%s was ended, since it did not end by itself within %v: %s", t.RestorePath, limit, oneLine(out.String()))
-	}
-	return &RestoreError{Program: t.RestorePath, Message: oneLine(out.String()), Excerpt: Excerpt(text, out.String()), Err: err}
+	said := r.output.String()
+	return taken, &RestoreError{Program: r.RestorePath, Message: oneLine(said), Excerpt: Excerpt(text, said), Err: err}
 }
 
 // RestoreError is the error of input that iptables-restore refused.

@@ -16,6 +16,8 @@ type Kernel interface {
 	Read(ctx context.Context, t names.Table) (*Reading, error)
 	// Restore makes the changes of an input of iptables-restore --noflush.
 	Restore(input string) error
+	// Prepare makes the next Restore begin sooner.
+	Prepare()
 	// Generation returns a number that changes with any change of the tables, by whomever; 0 where there is none.
 	Generation() uint32
 }

@@ -154,22 +154,31 @@ func (r *Reconciler) filters(todo work, early bool) []conntrack.Filter {
 
 // removeStale reads flows and removes the stale ones among them.
 func (r *Reconciler) removeStale(ctx context.Context, filters []conntrack.Filter, full, unknown bool) error {
-	session, err := r.table.Open()
-	if err != nil {
-		return err
+	if r.session == nil {
+		session, err := r.table.Open()
+		if err != nil {
+			return err
+		}
+		r.session = session
 	}
-	defer session.Close()
-	own := map[plan.Family]*host.Local{}
 	var errs []error
+	defer func() {
+		if len(errs) > 0 { // Answers may still come.
+			r.closeSession()
+		}
+	}()
+	own := map[plan.Family]*host.Local{}
 	for _, f := range filters {
 		// Most often there is no flow whose address matters, and some machines have very many addresses.
 		if own[f.Family] == nil && !(f.Early && f.Dst.Addr.IsValid()) {
-			if own[f.Family], err = r.local(f.Family); err != nil {
+			local, err := r.local(f.Family)
+			if err != nil {
 				return errors.Join(append(errs, err)...)
 			}
+			own[f.Family] = local
 		}
 		start := time.Now()
-		read, deleted, err := session.RemoveIf(ctx, f, func(fl *conntrack.Flow) bool {
+		read, deleted, err := r.session.RemoveIf(ctx, f, func(fl *conntrack.Flow) bool {
 			r.mu.RLock()
 			defer r.mu.RUnlock()
 			return r.index.stale(fl, own[fl.Family], unknown)
@@ -186,4 +195,12 @@ func (r *Reconciler) removeStale(ctx context.Context, filters []conntrack.Filter
 		}
 	}
 	return errors.Join(errs...)
+}
+
+// closeSession closes the sockets of passes, if there are any.
+func (r *Reconciler) closeSession() {
+	if r.session != nil {
+		r.session.Close()
+		r.session = nil
+	}
 }

@@ -86,6 +86,9 @@ type Reconciler struct {
 	started, partial bool
 
 	table conntrack.Table // only Run's goroutine uses it
+	// session is open until a pass fails. A socket of netfilter that is closed soon after a transaction of nf_tables, as after each sync,
+	// keeps all others waiting for ten milliseconds: the kernel holds its lock until it has destroyed what has been removed.
+	session *conntrack.Session
 }
 
 // New returns a Reconciler. It does nothing before it has a plan and runs.
@@ -198,6 +201,7 @@ func (r *Reconciler) poke() {
 
 // Run removes stale flows until ctx ends.
 func (r *Reconciler) Run(ctx context.Context) {
+	defer r.closeSession()
 	var retry time.Duration
 	reported := ""
 	period := time.NewTimer(r.cfg.Period)

@@ -64,6 +64,9 @@ func (k *Kernel) report() {
 // Generation is as that of xtables.Kernel. There is none.
 func (*Kernel) Generation() uint32 { return 0 }
 
+// Prepare is as that of xtables.Kernel. There is nothing to prepare.
+func (*Kernel) Prepare() {}
+
 // Restore is as that of xtables.Kernel.
 func (k *Kernel) Restore(text string) error {
 	k.Restores = append(k.Restores, text)
