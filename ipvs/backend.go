@@ -271,14 +271,18 @@ func (b *Backend) Run(ctx context.Context, changed func()) error {
 	}
 }
 
-// schedulers remembers which schedulers the kernel has.
+// schedulers remembers which schedulers the kernel has. Syncs, comparisons, drains and questions ask beside each other.
 type schedulers struct {
-	has   func(string) bool
+	has  func(string) bool
+	warn func(string)
+
+	mu    sync.Mutex
 	known map[string]bool
-	warn  func(string)
 }
 
 func (s *schedulers) lacks(name string) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	has, known := s.known[name]
 	if !known {
 		has = s.has(name)

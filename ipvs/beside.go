@@ -6,6 +6,7 @@ import (
 	"maps"
 	"net/netip"
 	"runtime/debug"
+	"slices"
 	"time"
 
 	"nodeproxy/internal/set"
@@ -66,7 +67,7 @@ func (e *engine) recovered(again *bool, err *error) {
 }
 
 // forget makes the next sync compare everything. The lock must be held.
-func (e *engine) forget() { e.desired, e.rest, e.changes = nil, nil, nil }
+func (e *engine) forget() { e.desired, e.rest, e.changes, e.tried = nil, nil, changes{}, results{} }
 
 // reading is under way while something is read of the kernel and syncs go on.
 type reading struct {
@@ -169,24 +170,24 @@ func (e *engine) pausing(r *reading) func() bool {
 func (e *engine) knownAs(v *ipvs.ActualServer, r *reading) *actualServer {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if was := r.known.servers[v.ID]; e.valid(r) && was != nil && was.is(v) {
+	if was := r.known.servers.Get(v.ID); e.valid(r) && was != nil && was.isLike(v) {
 		return was
 	}
 	return nil
 }
 
 func (e *engine) suspectServers(s *touched, known, now *actual, pause func() bool) {
-	for id, was := range known.servers {
-		if now.servers[id] != was {
-			s.servers.Insert(id)
+	for was := range known.servers.Clone().All() {
+		if now.servers.Get(was.ID) != was {
+			s.servers.Insert(was.ID)
 		}
 		if !pause() {
 			return
 		}
 	}
-	for id := range now.servers {
-		if known.servers[id] == nil {
-			s.servers.Insert(id)
+	for is := range now.servers.All() {
+		if known.servers.Get(is.ID) == nil {
+			s.servers.Insert(is.ID)
 		}
 		if !pause() {
 			return
@@ -200,7 +201,7 @@ func (e *engine) suspectServers(s *touched, known, now *actual, pause func() boo
 // suspectMembers looks at entries of those sets that were read.
 func (e *engine) suspectMembers(s *touched, known, now *actual, pause func() bool) {
 	for m, was := range known.members {
-		if is, there := now.members[m]; now.sets[m.set] && (!there || is.mark != was.mark || is.mask != was.mask) {
+		if is, there := now.members[m]; now.sets[m.set] && (!there || is != was) {
 			s.members.Insert(m)
 		}
 		if !pause() {
@@ -229,9 +230,9 @@ func (e *engine) forgetChanged(s *touched, r *reading) {
 }
 
 // suspectAddress replaces an entry of the set that follows the addresses of the device by the address.
-func (t *touched) suspectAddress(m member) {
+func (t *touched) suspectAddress(m memberKey) {
 	if m.set == setVIPs {
-		t.vips.Insert(m.entry.Addr)
+		t.vips.Insert(m.addr.addr())
 		delete(t.members, m)
 	}
 }
@@ -250,7 +251,8 @@ func (e *engine) refusedAgain(t *touched) {
 // leftAlone adds virtual servers that were left to their connections when others replaced them, and whose ServicePort is gone.
 func (e *engine) leftAlone(t *touched) {
 	hashes := map[uint32]bool(nil)
-	for id := range e.actual.servers {
+	for v := range e.actual.servers.All() {
+		id := v.ID
 		if _, wanted := e.desired.servers[id]; wanted {
 			continue
 		}
@@ -263,17 +265,17 @@ func (e *engine) leftAlone(t *touched) {
 	}
 }
 
-// is reports whether a virtual server that was read and its real servers are like this.
-func (v *actualServer) is(o *ipvs.ActualServer) bool {
-	if v.Server != o.Server || len(v.realServers) != len(o.RealServers) {
-		return false
-	}
-	for a, d := range v.realServers {
-		if is, there := o.RealServers[a]; !there || is.Weight != d.weight {
-			return false
-		}
-	}
-	return true
+// is reports whether another virtual server and its real servers are like this one, except for what drains.
+func (v *actualServer) is(o *actualServer) bool {
+	return v.Server == o.Server && slices.EqualFunc(v.realServers, o.realServers, func(a, b actualRealServer) bool {
+		return a.RealServer == b.RealServer
+	})
+}
+
+// isLike is is of a virtual server that was read.
+func (v *actualServer) isLike(o *ipvs.ActualServer) bool {
+	return v.Server == o.Server && len(v.realServers) == len(o.RealServers) &&
+		!slices.ContainsFunc(v.realServers, func(d actualRealServer) bool { return o.RealServers[d.Addr].RealServer != d.RealServer })
 }
 
 // recheck reads which suspects the kernel has, and makes them as desired. It returns how they differ from what was written. now is what was
@@ -285,14 +287,19 @@ func (e *engine) recheck(t *touched, now *actual) (drift.Found, error) {
 		if err != nil {
 			return nil, err
 		}
-		seen := map[ipvs.ServerID]*actualServer{}
+		known := e.actual.servers.Get(id)
+		if known != nil {
+			was.servers.Put(known)
+			e.actual.servers.Delete(id)
+		}
 		if have != nil && have.Foreign {
 			e.queue(ipvs.DeleteServer, have.Server, ipvs.RealServer{}, nil)
 		} else if have != nil {
-			seen[id] = newActualServer(have, time.Now())
-			seen[id].keepSince(e.actual.servers[id])
+			seen := newActualServer(have, time.Now())
+			seen.keepSince(known)
+			is.servers.Put(seen)
+			e.actual.servers.Put(seen)
 		}
-		adopt(id, e.actual.servers, was.servers, is.servers, seen)
 	}
 	for m := range t.members {
 		adopt(m, e.actual.members, was.members, is.members, now.members)

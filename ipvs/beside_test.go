@@ -60,8 +60,15 @@ type setsInParts struct {
 	parts
 }
 
-func (s setsInParts) Entries(of ipset.Set) (map[ipset.Entry]struct{}, error) {
-	return inParts(s.parts, func() (map[ipset.Entry]struct{}, error) { return s.fakeSets.Entries(of) })
+func (s setsInParts) Entries(of ipset.Set, begin func(), each func(ipset.Entry)) error {
+	list, err := inParts(s.parts, func() (map[ipset.Entry]struct{}, error) {
+		return set.Of(slices.Collect(maps.Values(s.set[of.Name]))...), nil
+	})
+	begin()
+	for e := range list {
+		each(e)
+	}
+	return err
 }
 
 type deviceInParts struct {
@@ -349,7 +356,7 @@ func TestCompareLetsChangesBetween(t *testing.T) {
 	require.NoError(t, err)
 	gone := list[0].Frontends[0]
 	delete(k.virtual, ipvs.ServerID{Family: plan.IPv4, Protocol: gone.Protocol, Addr: gone.Addr, Port: gone.Port})
-	delete(now.servers, ipvs.ServerID{Family: plan.IPv4, Protocol: gone.Protocol, Addr: gone.Addr, Port: gone.Port})
+	now.servers.Delete(ipvs.ServerID{Family: plan.IPv4, Protocol: gone.Protocol, Addr: gone.Addr, Port: gone.Port})
 	var running sync.WaitGroup
 	running.Go(func() {
 		for _, sp := range list[1:500] {

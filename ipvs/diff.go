@@ -72,9 +72,9 @@ func (x *Objects) add(h *actual, f plan.Family, of map[any][]string) {
 	for m, with := range h.members {
 		set, services := setOf(m.set, f), of[m]
 		if m.set == setVIPs {
-			services = of[m.entry.Addr]
+			services = of[m.addr.addr()]
 		}
-		x.lines[objectLine{fileSets, drift.SetElement, set.Name, "add " + set.Name + " " + m.marked(with).Text(set)}] = services
+		x.lines[objectLine{fileSets, drift.SetElement, set.Name, "add " + set.Name + " " + m.entry(with).Text(set)}] = services
 	}
 	for a := range h.vips.Union(h.ports.unrouted) {
 		text := fmt.Sprintf("address %s dev %s", netip.PrefixFrom(a, a.BitLen()), names.Device)
@@ -126,16 +126,18 @@ func (x *Objects) sysctl(s sysctl, value string) {
 // Planned returns the objects of a plan.
 func Planned(p *plan.Plan, f plan.Family, cfg Config) (*Objects, error) {
 	s, x, of := full(p, f, cfg.Options), newObjects(cfg.Options), map[any][]string{}
-	maps.Copy(x.servers, s.servers)
-	for _, k := range slices.SortedFunc(maps.Keys(s.objects), plan.Key.Compare) {
-		note := func(thing any) { of[thing] = append(of[thing], k.Service.String()) }
-		for _, m := range s.objects[k].members {
+	for id := range s.servers {
+		x.servers[id] = s.server(id)
+	}
+	for _, sp := range slices.SortedFunc(s.services.All(), func(a, b *plan.ServicePort) int { return a.Key.Compare(b.Key) }) {
+		note, o := func(thing any) { of[thing] = append(of[thing], sp.Key.Service.String()) }, s.build(sp)
+		for _, m := range o.members {
 			note(m.key())
 		}
-		for _, a := range s.objects[k].vips {
+		for _, a := range o.vips {
 			note(a)
 		}
-		for _, port := range s.objects[k].ports {
+		for _, port := range o.ports {
 			note(port)
 			note(port.Addr)
 		}
@@ -222,12 +224,12 @@ func (m machine) objects(f plan.Family, o Options, exclude []netip.Prefix) (*Obj
 	}
 	x := newObjects(o)
 	x.actual, x.unguarded = true, m.guard == nil
-	for id, v := range h.servers {
+	for v := range h.servers.All() {
 		s := server{Server: v.Server}
-		for _, a := range slices.SortedFunc(maps.Keys(v.realServers), netip.AddrPort.Compare) {
-			s.realServers = append(s.realServers, ipvs.RealServer{Addr: a, Weight: v.realServers[a].weight})
+		for _, d := range v.realServers {
+			s.realServers = append(s.realServers, d.RealServer)
 		}
-		x.servers[id] = s
+		x.servers[v.ID] = s
 	}
 	x.add(h, f, nil)
 	if m.guard != nil {

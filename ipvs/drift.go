@@ -7,8 +7,8 @@ import (
 	"net/netip"
 	"slices"
 
+	"nodeproxy/internal/keyed"
 	"nodeproxy/kernel/drift"
-	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
@@ -56,13 +56,13 @@ func onDevice[K fmt.Stringer](k K) string { return k.String() + " of interface "
 // differences returns how the state of a family in the kernel differs from the one that was written. Package xtables compares the rules.
 func differences(f plan.Family, before, now *actual) drift.Found {
 	c := &comparison{family: f}
-	compare(c, drift.VirtualServer, before.servers, now.servers, compareServers, ipvs.ServerID.String, c.server)
+	c.servers(before.servers, now.servers)
 	// Entries are not sorted: a program that empties a set leaves thousands.
-	name := func(m member) string { return m.name(f) }
-	compare(c, drift.SetElement, before.members, now.members, nil, name, func(m member, was, is shared) {
-		if is.mark != was.mark || is.mask != was.mask {
+	name := func(m memberKey) string { return m.name(f) }
+	compare(c, drift.SetElement, before.members, now.members, nil, name, func(m memberKey, was, is marked) {
+		if is != was {
 			set := setOf(m.set, f)
-			c.changed(drift.SetElement, name(m), "", m.marked(was).Text(set), m.marked(is).Text(set))
+			c.changed(drift.SetElement, name(m), "", m.entry(was).Text(set), m.entry(is).Text(set))
 		}
 	})
 	c.ports(&before.ports, &now.ports)
@@ -73,18 +73,44 @@ func differences(f plan.Family, before, now *actual) drift.Found {
 	return c.found
 }
 
+// servers compares those virtual servers that differ: of most, no copy is made.
+func (c *comparison) servers(before, now *keyed.Set[ipvs.ServerID, actualServer]) {
+	was, is := map[ipvs.ServerID]*actualServer{}, map[ipvs.ServerID]*actualServer{}
+	for v := range before.All() {
+		if have := now.Get(v.ID); have == nil {
+			was[v.ID] = v
+		} else if !v.is(have) {
+			was[v.ID], is[v.ID] = v, have
+		}
+	}
+	for v := range now.All() {
+		if before.Get(v.ID) == nil {
+			is[v.ID] = v
+		}
+	}
+	compare(c, drift.VirtualServer, was, is, compareServers, ipvs.ServerID.String, c.server)
+}
+
 func (c *comparison) server(id ipvs.ServerID, was, is *actualServer) {
 	if is.Server != was.Server {
 		c.found = append(c.found, drift.Difference{Kind: drift.VirtualServer, State: drift.Changed, Object: id.String(),
 			Want: serverOptions(was.Server), Have: serverOptions(is.Server)})
 	}
 	name := func(addr netip.AddrPort) string { return fmt.Sprintf("%s of virtual server %s", addr, id) }
-	compare(c, drift.RealServer, was.realServers, is.realServers, netip.AddrPort.Compare, name,
-		func(addr netip.AddrPort, was, is *actualRealServer) {
-			if is.weight != was.weight {
-				c.changed(drift.RealServer, name(addr), "weight", fmt.Sprint(was.weight), fmt.Sprint(is.weight))
-			}
-		})
+	compare(c, drift.RealServer, was.weights(), is.weights(), netip.AddrPort.Compare, name, func(addr netip.AddrPort, was, is uint32) {
+		if is != was {
+			c.changed(drift.RealServer, name(addr), "weight", fmt.Sprint(was), fmt.Sprint(is))
+		}
+	})
+}
+
+// weights are those of the real servers.
+func (v *actualServer) weights() map[netip.AddrPort]uint32 {
+	out := make(map[netip.AddrPort]uint32, len(v.realServers))
+	for _, d := range v.realServers {
+		out[d.Addr] = d.Weight
+	}
+	return out
 }
 
 // ports compares what diverts ports.
@@ -112,12 +138,6 @@ func (c *comparison) ports(was, is *actualPorts) {
 	}, nil)
 }
 
-func (m member) name(f plan.Family) string {
-	return m.entry.Text(setOf(m.set, f)) + " of set " + setName(m.set, f)
-}
-
-// marked returns the entry with its mark.
-func (m member) marked(s shared) ipset.Entry {
-	m.entry.Mark, m.entry.Mask = s.mark, s.mask
-	return m.entry
+func (k memberKey) name(f plan.Family) string {
+	return k.entry(marked{}).Text(setOf(k.set, f)) + " of set " + setName(k.set, f)
 }

@@ -106,16 +106,16 @@ func TestComparisonKeepsGracePeriod(t *testing.T) {
 	gone, changed := replaced(p, key, "10.250.0.1:8080")
 	require.NoError(t, e.Sync(context.Background(), gone, plan.Only(changed)))
 	var since time.Time
-	for id := range e.actual.servers {
-		if d := e.actual.realServer(id, old); d != nil {
-			d.since = d.since.Add(-time.Minute)
-			since = d.since
+	for v := range e.actual.servers.All() {
+		if d, is := v.realServer(old); is {
+			d.draining.since = d.draining.since.Add(-time.Minute)
+			since = d.draining.since
 		}
 	}
 	require.NoError(t, e.Sync(context.Background(), gone, plan.Everything()))
-	for id := range e.actual.servers {
-		if d := e.actual.realServer(id, old); d != nil && !d.since.Equal(since) {
-			t.Errorf("it drains since %v, want since %v", d.since, since)
+	for v := range e.actual.servers.All() {
+		if d, is := v.realServer(old); is && !d.draining.since.Equal(since) {
+			t.Errorf("it drains since %v, want since %v", d.draining.since, since)
 		}
 	}
 	if since.IsZero() {
@@ -153,12 +153,4 @@ func TestArtifacts(t *testing.T) {
 			t.Errorf("step %d: reported: %t, want %t", i, got, step.want)
 		}
 	}
-}
-
-// realServer returns the real server at an address; nil if there is none.
-func (h *actual) realServer(id ipvs.ServerID, addr netip.AddrPort) *actualRealServer {
-	if h.servers[id] == nil {
-		return nil
-	}
-	return h.servers[id].realServers[addr]
 }

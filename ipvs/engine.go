@@ -13,9 +13,9 @@ import (
 	"time"
 
 	"nodeproxy/backend"
+	"nodeproxy/internal/keyed"
 	"nodeproxy/internal/set"
 	"nodeproxy/kernel/drift"
-	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
@@ -39,11 +39,12 @@ type engine struct {
 	draining set.Set[ipvs.ServerID]
 	refused  map[ipvs.ServerID]error // virtual servers that the kernel refuses, as a whole or in part
 	// refusedMembers are entries of sets, by key, that the kernel refuses.
-	refusedMembers map[member]refusedMember
+	refusedMembers map[memberKey]refusedMember
 	reported       []plan.Refusal // the last call of onRefused, if that is not nil
 	// onRefused receives the ServicePorts that ask for what is refused.
 	onRefused func(plan.Family, []plan.Refusal)
-	changes   []change // of virtual servers, for flush to make
+	changes   changes // for flush to make
+	tried     results // of those that were made since flush ended last
 	backend.Comparison
 	// partial says that the last plan of which everything was synced was partial.
 	partial  bool
@@ -69,10 +70,10 @@ type engine struct {
 
 // actual is the state of our objects in the kernel, or what it is to be.
 type actual struct {
-	servers map[ipvs.ServerID]*actualServer
+	servers *keyed.Set[ipvs.ServerID, actualServer]
 	foreign []ipvs.Server // of servers; neither kube-proxy nor we make such ones
 	sets    [setCount]bool
-	members map[member]shared // by key; count is not used
+	members map[memberKey]marked
 	vips    set.Set[netip.Addr]
 	routes  map[netip.Prefix]netip.Addr // of ranges, with their sources
 	ports   actualPorts
@@ -80,33 +81,71 @@ type actual struct {
 
 func newActual() *actual {
 	return &actual{
-		servers: map[ipvs.ServerID]*actualServer{}, members: map[member]shared{}, vips: set.Set[netip.Addr]{},
-		routes: map[netip.Prefix]netip.Addr{},
-		ports:  actualPorts{ports: map[netip.Addr]set.Set[plan.Address]{}, routes: set.Set[netip.Addr]{}, unrouted: set.Set[netip.Addr]{}},
+		servers: keyed.New(func(v *actualServer) ipvs.ServerID { return v.ID }), members: map[memberKey]marked{},
+		vips: set.Set[netip.Addr]{}, routes: map[netip.Prefix]netip.Addr{},
+		ports: actualPorts{ports: map[netip.Addr]set.Set[plan.Address]{}, routes: set.Set[netip.Addr]{}, unrouted: set.Set[netip.Addr]{}},
 	}
 }
 
 // actualServer is a virtual server in the kernel.
 type actualServer struct {
 	ipvs.Server
-	realServers map[netip.AddrPort]*actualRealServer
+	realServers []actualRealServer // in order of address
 }
 
-// actualRealServer is a real server in the kernel. One that drains receives no new connections, and is removed when its last one
-// ends.
+// actualRealServer is a real server in the kernel.
 type actualRealServer struct {
-	weight   uint32
-	draining bool
-	since    time.Time // since when no endpoint is listed at the address
+	ipvs.RealServer
+	draining *draining // nil if it does not drain
+}
+
+// draining is about a real server that receives no new connections, and is removed when its last one ends.
+type draining struct {
+	since time.Time // since when no endpoint is listed at the address
 }
 
 // newActualServer is a virtual server as it was read. Real servers without weight drain.
 func newActualServer(v *ipvs.ActualServer, now time.Time) *actualServer {
-	out := &actualServer{Server: v.Server, realServers: make(map[netip.AddrPort]*actualRealServer, len(v.RealServers))}
-	for addr, d := range v.RealServers {
-		out.realServers[addr] = &actualRealServer{weight: d.Weight, draining: d.Weight == 0, since: now}
+	out := &actualServer{Server: v.Server, realServers: make([]actualRealServer, 0, len(v.RealServers))}
+	for _, d := range v.RealServers {
+		is := actualRealServer{RealServer: d.RealServer}
+		if d.Weight == 0 {
+			is.draining = &draining{now}
+		}
+		out.realServers = append(out.realServers, is)
 	}
+	slices.SortFunc(out.realServers, func(a, b actualRealServer) int { return a.Addr.Compare(b.Addr) })
 	return out
+}
+
+// find returns where the real server at an address is, or where it would be.
+func (v *actualServer) find(a netip.AddrPort) (i int, is bool) {
+	return slices.BinarySearchFunc(v.realServers, a, func(d actualRealServer, a netip.AddrPort) int { return d.Addr.Compare(a) })
+}
+
+// realServer returns the real server at an address; false if there is none.
+func (v *actualServer) realServer(a netip.AddrPort) (d actualRealServer, is bool) {
+	i, is := v.find(a)
+	if is {
+		d = v.realServers[i]
+	}
+	return d, is
+}
+
+// put adds a real server, in place of the one at its address.
+func (v *actualServer) put(d actualRealServer) {
+	if i, is := v.find(d.Addr); is {
+		v.realServers[i] = d
+	} else {
+		v.realServers = slices.Insert(v.realServers, i, d)
+	}
+}
+
+// remove removes the real server at an address.
+func (v *actualServer) remove(a netip.AddrPort) {
+	if i, is := v.find(a); is {
+		v.realServers = slices.Delete(v.realServers, i, i+1)
+	}
 }
 
 // keepSince continues the draining of real servers that drained before; was may be nil.
@@ -114,9 +153,9 @@ func (v *actualServer) keepSince(was *actualServer) {
 	if was == nil {
 		return
 	}
-	for addr, before := range was.realServers {
-		if d := v.realServers[addr]; d != nil && before.draining && d.draining {
-			d.since = before.since
+	for i, d := range v.realServers {
+		if before, _ := was.realServer(d.Addr); before.draining != nil && d.draining != nil {
+			v.realServers[i].draining = before.draining
 		}
 	}
 }
@@ -343,11 +382,11 @@ func (e *engine) read(before *actual) (err error) {
 	}
 	for _, v := range e.actual.foreign {
 		e.queue(ipvs.DeleteServer, v, ipvs.RealServer{}, nil)
-		delete(e.actual.servers, v.ID)
+		e.actual.servers.Delete(v.ID)
 	}
-	for id, v := range e.actual.servers {
+	for v := range e.actual.servers.All() {
 		if before != nil {
-			v.keepSince(before.servers[id])
+			v.keepSince(before.servers.Get(v.ID))
 		}
 		e.mayDrain(v)
 	}
@@ -368,8 +407,8 @@ func (e *engine) everything() *touched {
 	for id := range e.desired.servers {
 		t.servers.Insert(id)
 	}
-	for id := range e.actual.servers {
-		t.servers.Insert(id)
+	for v := range e.actual.servers.All() {
+		t.servers.Insert(v.ID)
 	}
 	e.findReplaced(t)
 	for m := range e.desired.members {
@@ -379,7 +418,7 @@ func (e *engine) everything() *touched {
 		if m.set != setVIPs { // They follow the addresses.
 			t.members.Insert(m)
 		} else {
-			t.vips.Insert(m.entry.Addr)
+			t.vips.Insert(m.addr.addr())
 		}
 	}
 	for _, some := range []set.Set[netip.Addr]{set.Keys(e.desired.vips), set.Keys(e.desired.ports), e.actual.vips,
@@ -394,7 +433,7 @@ func (e *engine) findReplaced(t *touched) {
 	hashes := map[uint32]bool(nil)
 	for id := range t.servers {
 		_, wanted := e.desired.servers[id]
-		if wanted || e.actual.servers[id] == nil {
+		if wanted || e.actual.servers.Get(id) == nil {
 			continue
 		}
 		if hashes == nil { // Needed rarely.
@@ -416,8 +455,9 @@ func (e *engine) leaveUnknown(t *touched, p *plan.Plan) {
 	}
 	for m := range t.members {
 		// KUBE-LOOP-BACK has endpoints, which may be those of an unknown Service even if all frontends are known.
-		ofKnown := m.set != setLoopBack && known[plan.Address{Addr: m.entry.Addr, Protocol: m.entry.Protocol, Port: m.entry.Port}]
-		if e.desired.members[m] == nil && !ofKnown {
+		entry := m.entry(marked{})
+		ofKnown := m.set != setLoopBack && known[plan.Address{Addr: entry.Addr, Protocol: entry.Protocol, Port: entry.Port}]
+		if _, desired := e.desired.members[m]; !desired && !ofKnown {
 			delete(t.members, m)
 		}
 	}
@@ -443,7 +483,11 @@ func (e *engine) apply(t *touched, steps ruleSteps) error {
 	m := e.members(t, a.bind, a.unlist)
 	ids := slices.SortedFunc(maps.Keys(t.servers), e.order)
 	var errs []error
-	do := func(err error) { errs = append(errs, err) }
+	do := func(err error) {
+		if err != nil {
+			errs = append(errs, err)
+		}
+	}
 	step := func(step func() error) {
 		if step != nil {
 			do(step())
@@ -453,6 +497,7 @@ func (e *engine) apply(t *touched, steps ruleSteps) error {
 	step(steps.before)
 	for _, id := range ids {
 		e.ensureServer(id)
+		do(e.flushMany())
 	}
 	do(e.flush())
 	step(steps.routes)
@@ -465,6 +510,7 @@ func (e *engine) apply(t *touched, steps ruleSteps) error {
 	for _, id := range ids {
 		_, replaced := t.replaced[id]
 		e.pruneServer(id, replaced)
+		do(e.flushMany())
 	}
 	do(e.flush())
 	do(e.removeMembers(m.removeAfter, false)) // those that limit before those that admit
@@ -475,7 +521,7 @@ func (e *engine) apply(t *touched, steps ruleSteps) error {
 // order sorts critical virtual servers first.
 func (e *engine) order(a, b ipvs.ServerID) int {
 	critical := func(id ipvs.ServerID) int {
-		if e.desired.servers[id].critical {
+		if sp := e.desired.servers[id].sp; sp != nil && sp.Critical {
 			return 0
 		}
 		return 1
@@ -483,7 +529,7 @@ func (e *engine) order(a, b ipvs.ServerID) int {
 	return cmp.Or(critical(a)-critical(b), compareServers(a, b))
 }
 
-func vipMember(a netip.Addr) member { return member{setVIPs, ipset.Entry{Addr: a}} }
+func vipMember(a netip.Addr) memberKey { return memberKey{set: setVIPs, addr: packed(a)} }
 
 func (e *engine) bind(list []netip.Addr) error {
 	if len(list) == 0 {

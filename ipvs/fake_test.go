@@ -167,7 +167,7 @@ func (k fakeSets) Ensure(s ipset.Set) (bool, error) {
 	return true, nil
 }
 
-func bare(e ipset.Entry) ipset.Entry { return member{entry: e}.key().entry }
+func bare(e ipset.Entry) ipset.Entry { return member{entry: e}.key().entry(marked{}) }
 
 func (k fakeSets) Sizes(names []string) (map[string]int, error) {
 	sizes := map[string]int{}
@@ -179,8 +179,12 @@ func (k fakeSets) Sizes(names []string) (map[string]int, error) {
 	return sizes, nil
 }
 
-func (k fakeSets) Entries(s ipset.Set) (map[ipset.Entry]struct{}, error) {
-	return set.Of(slices.Collect(maps.Values(k.set[s.Name]))...), nil
+func (k fakeSets) Entries(s ipset.Set, begin func(), each func(ipset.Entry)) error {
+	begin()
+	for _, e := range k.set[s.Name] {
+		each(e)
+	}
+	return nil
 }
 
 func (k fakeSets) Add(s ipset.Set, list []ipset.Entry) error {

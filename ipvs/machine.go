@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"maps"
 	"net/netip"
 	"slices"
 	"time"
@@ -80,7 +81,7 @@ func (m machine) read(f plan.Family, marks marks, exclude []netip.Prefix, known 
 			if is == nil {
 				is = newActualServer(v, now)
 			}
-			h.servers[v.ID] = is
+			h.servers.Put(is)
 			if v.Foreign {
 				h.foreign = append(h.foreign, v.Server)
 			}
@@ -121,10 +122,12 @@ func (h *actual) readSets(s ipsets, f plan.Family) error {
 }
 
 func (h *actual) readSet(s ipsets, id setID, f plan.Family) error {
-	list, err := s.Entries(setOf(id, f))
-	for entry := range list {
-		h.members[member{id, entry}.key()] = shared{mark: entry.Mark, mask: entry.Mask}
-	}
+	var list map[memberKey]marked
+	err := s.Entries(setOf(id, f), func() { list = map[memberKey]marked{} }, func(e ipset.Entry) {
+		m := member{id, e}
+		list[m.key()] = m.marked()
+	})
+	maps.Copy(h.members, list)
 	h.sets[id] = err == nil
 	return err
 }
@@ -155,7 +158,7 @@ type ipsets interface {
 	Names() ([]string, error)
 	Ensure(ipset.Set) (bool, error)
 	Sizes(names []string) (map[string]int, error)
-	Entries(ipset.Set) (map[ipset.Entry]struct{}, error)
+	Entries(set ipset.Set, begin func(), each func(ipset.Entry)) error
 	Add(ipset.Set, []ipset.Entry) error
 	Remove(ipset.Set, []ipset.Entry) error
 	Destroy(name string) error

@@ -1,8 +1,8 @@
 package ipvs
 
 import (
+	"cmp"
 	"errors"
-	"maps"
 	"net/netip"
 	"slices"
 
@@ -12,10 +12,10 @@ import (
 
 // memberChanges are the changes of set entries, by when they are made.
 type memberChanges struct {
-	addBefore    []member // before packets are sent on: entries that masquerade, admit or refuse
-	addAfter     []member // after the virtual servers exist that marks select
-	removeBefore []member // while the virtual servers still exist that marks selected
-	removeAfter  []member // after no packet that needs them is sent on
+	addBefore    []memberKey // before packets are sent on: entries that masquerade, admit or refuse
+	addAfter     []memberKey // after the virtual servers exist that marks select
+	removeBefore []memberKey // while the virtual servers still exist that marks selected
+	removeAfter  []memberKey // after no packet that needs them is sent on
 }
 
 // selects reports whether the entries of a set select the virtual server for a packet, or drop packets for which none is selected.
@@ -28,15 +28,14 @@ func (id setID) withholds() bool { return id.selects() || id == setNoEndpoints }
 func (e *engine) members(t *touched, bind, unlist []netip.Addr) memberChanges {
 	var out memberChanges
 	for m := range t.members {
-		want := e.desired.members[m]
+		want, wanted := e.desired.members[m]
 		have, is := e.actual.members[m]
 		switch {
-		case want == nil && is && m.set.withholds():
+		case !wanted && is && m.set.withholds():
 			out.removeBefore = append(out.removeBefore, m)
-		case want == nil && is:
+		case !wanted && is:
 			out.removeAfter = append(out.removeAfter, m)
-		case want != nil && (!is || have.mark != want.mark || have.mask != want.mask):
-			m.entry.Mark, m.entry.Mask = want.mark, want.mask
+		case wanted && (!is || have != want.marked):
 			if m.set.selects() {
 				out.addAfter = append(out.addAfter, m)
 			} else {
@@ -57,56 +56,67 @@ func (e *engine) members(t *touched, bind, unlist []netip.Addr) memberChanges {
 	return out
 }
 
-func (e *engine) addMembers(list []member, backwards bool) error {
-	add := func(id setID, entries []ipset.Entry) error {
-		err := e.machine.sets.Add(setOf(id, e.family), entries)
+func (e *engine) addMembers(list []memberKey, backwards bool) error {
+	return bySet(list, backwards, func(id setID, list []memberKey) error {
+		entries := make([]ipset.Entry, len(list))
+		for i, m := range list {
+			entries[i] = m.entry(e.desired.members[m].marked)
+		}
 		e.Wrote(drift.SetElement, len(entries))
 		refused, ok := map[ipset.Entry]error(nil), true
-		if err != nil {
+		if err := e.machine.sets.Add(setOf(id, e.family), entries); err != nil {
 			if refused, ok = refusedEntries(err, len(entries)); !ok {
 				return err
 			}
 		}
-		for _, entry := range entries {
-			m := member{id, entry}
-			if err := refused[entry]; err != nil {
-				e.refuseMember(m, err)
+		refusedHere := map[memberKey]error{}
+		for i, m := range list {
+			if err := refused[entries[i]]; err != nil {
+				refusedHere[m] = err
 				continue
 			}
-			delete(e.refusedMembers, m.key())
-			e.actual.members[m.key()] = shared{mark: entry.Mark, mask: entry.Mask}
+			delete(e.refusedMembers, m)
+			e.actual.members[m] = e.desired.members[m].marked
 		}
+		e.refuseMembers(refusedHere)
 		return nil
-	}
-	return bySet(list, backwards, add)
+	})
 }
 
-func (e *engine) removeMembers(list []member, backwards bool) error {
-	return bySet(list, backwards, func(id setID, entries []ipset.Entry) error {
+func (e *engine) removeMembers(list []memberKey, backwards bool) error {
+	return bySet(list, backwards, func(id setID, list []memberKey) error {
+		entries := make([]ipset.Entry, len(list))
+		for i, m := range list {
+			entries[i] = m.entry(marked{})
+		}
 		e.Wrote(drift.SetElement, len(entries))
 		if err := e.machine.sets.Remove(setOf(id, e.family), entries); err != nil {
 			return err
 		}
-		for _, entry := range entries {
-			delete(e.actual.members, member{id, entry}.key())
+		for _, m := range list {
+			delete(e.actual.members, m)
 		}
 		return nil
 	})
 }
 
 // bySet calls do with the entries of each set. Sets come in the order of their numbers, or in the reverse order if backwards.
-func bySet(list []member, backwards bool, do func(setID, []ipset.Entry) error) error {
-	entries := map[setID][]ipset.Entry{}
-	for _, m := range list {
-		entries[m.set] = append(entries[m.set], m.entry)
-	}
-	ids := slices.Sorted(maps.Keys(entries))
-	if backwards {
-		slices.Reverse(ids)
-	}
+func bySet(list []memberKey, backwards bool, do func(setID, []memberKey) error) error {
+	slices.SortFunc(list, func(a, b memberKey) int {
+		if backwards {
+			a, b = b, a
+		}
+		return cmp.Compare(a.set, b.set)
+	})
 	var errs []error
-	for _, id := range ids {
-		errs = append(errs, do(id, entries[id]))
+	for len(list) > 0 {
+		id := list[0].set
+		n := slices.IndexFunc(list, func(m memberKey) bool { return m.set != id })
+		if n < 0 {
+			n = len(list)
+		}
+		errs = append(errs, do(id, list[:n]))
+		list = list[n:]
 	}
 	return errors.Join(errs...)
 }

@@ -2,6 +2,7 @@ package ipvs
 
 import (
 	"fmt"
+	"math/rand/v2"
 	"time"
 
 	"nodeproxy/internal/set"
@@ -25,7 +26,7 @@ func (e *engine) numbers(r *reading) numbers {
 	}
 	n, at := numbers{}, e.version
 	pause := e.pausing(r)
-	for _, v := range r.known.servers {
+	for v := range r.known.servers.Clone().All() {
 		n.servers++
 		if n.realServers += len(v.realServers); !pause() {
 			break
@@ -120,9 +121,9 @@ func (e *engine) sampleDiffers() (bool, error) {
 			return false, err
 		}
 		e.mu.Lock()
-		was := e.actual.servers[id]
+		was := e.actual.servers.Get(id)
 		differs := e.valid(r) && was != nil && !r.changed.servers.Has(id) &&
-			(is == nil || is.Foreign || !was.is(is))
+			(is == nil || is.Foreign || !was.isLike(is))
 		e.mu.Unlock()
 		if differs {
 			return true, nil
@@ -136,10 +137,20 @@ func (e *engine) sample(r *reading) set.Set[ipvs.ServerID] {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	out := set.Set[ipvs.ServerID]{}
-	for id := range r.known.servers { // in random order
-		if out.Insert(id); len(out) == samples {
-			break
+	n := r.known.servers.Len()
+	if n == 0 {
+		return out
+	}
+	drawn := set.Set[int]{}
+	for range samples {
+		drawn.Insert(rand.IntN(n))
+	}
+	i := 0
+	for v := range r.known.servers.All() {
+		if drawn.Has(i) {
+			out.Insert(v.ID)
 		}
+		i++
 	}
 	return out
 }
@@ -147,13 +158,13 @@ func (e *engine) sample(r *reading) set.Set[ipvs.ServerID] {
 // miscounted returns the virtual servers that have another number of real servers than is known, or are missing or unexpected.
 func (e *engine) miscounted(r *reading, have map[ipvs.ServerID]int) set.Set[ipvs.ServerID] {
 	out := set.Set[ipvs.ServerID]{}
-	for id, v := range r.known.servers {
-		if n, is := have[id]; !is || n != len(v.realServers) {
-			out.Insert(id)
+	for v := range r.known.servers.All() {
+		if n, is := have[v.ID]; !is || n != len(v.realServers) {
+			out.Insert(v.ID)
 		}
 	}
 	for id := range have {
-		if r.known.servers[id] == nil && !r.marks.foreign(id, e.exclude) {
+		if r.known.servers.Get(id) == nil && !r.marks.foreign(id, e.exclude) {
 			out.Insert(id)
 		}
 	}

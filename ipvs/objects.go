@@ -12,36 +12,66 @@ import (
 // objects are one ServicePort's share of the kernel's virtual servers, set entries and addresses. They depend on the ServicePort,
 // the options and the node, and, for the marks of one without a node port, on its identity.
 type objects struct {
-	servers []server
+	servers []serverClaim
 	members []member
 	vips    []netip.Addr
 	ports   []plan.Address // of addresses that other hosts may have; only these ports are made local
 }
 
-// server is a desired virtual server. One without real servers need not exist; but if it exists, with connections to former
-// endpoints, it is kept for them.
-type server struct {
-	ipvs.Server
-	key         plan.Key          // of the ServicePort
-	realServers []ipvs.RealServer // in order of address
-	// lingering are unused endpoints that still exist: their connections are left to them.
-	lingering []netip.AddrPort
-	// drains is set if connections are left to an endpoint that is no longer used.
-	drains   bool
-	critical bool
+// serverClaim is a virtual server that a ServicePort asks for.
+type serverClaim struct {
+	id ipvs.ServerID
+	wanted
+}
+
+// wanted is what a virtual server should be: that of a ServicePort, with the endpoints of a policy. One without endpoints need not exist;
+// but if it exists, with connections to former endpoints, it is kept for them. The zero wanted asks for nothing.
+type wanted struct {
+	sp     *plan.ServicePort
+	policy plan.Policy
+}
+
+// endpoints are those that should be real servers, in order of address.
+func (w wanted) endpoints() []plan.Endpoint {
+	if w.sp == nil || !w.sp.Any {
+		return nil
+	}
+	return w.sp.ForPolicy(w.policy)
+}
+
+// drains reports whether connections are left to an endpoint that is no longer used. Those of UDP and SCTP have no end to wait for.
+func (w wanted) drains() bool { return w.sp != nil && w.sp.Key.Protocol == plan.TCP }
+
+// lingers reports whether an endpoint that is not used still exists: its connections are left to it.
+func (w wanted) lingers(a netip.AddrPort) bool {
+	return w.sp != nil && slices.ContainsFunc(w.sp.Excluded, func(x plan.Exclusion) bool { return x.Addr == a })
+}
+
+// realServer is an endpoint as a real server.
+func realServer(ep plan.Endpoint) ipvs.RealServer {
+	return ipvs.RealServer{Addr: ep.Addr, Weight: max(uint32(ep.Weight), 1)}
+}
+
+// wanted returns the properties of a virtual server.
+func (o Options) wanted(id ipvs.ServerID, w wanted) ipvs.Server {
+	scheduler, persistence := o.scheduler(w.sp), w.sp.Affinity
+	if w.sp.Affinity > 0 && id.Mark != 0 {
+		// With persistence, IPVS does not translate the port of what a mark selects (ip_vs_sched_persist in Linux): the port at the
+		// endpoint would be that of the frontend. A hash of the client's address needs no memory.
+		scheduler, persistence = o.sticky(w.sp), 0
+		scheduler.Ports = false
+	}
+	return ipvs.Server{ID: id, Scheduler: scheduler.Name, Ports: scheduler.Ports, Fallback: scheduler.Fallback, Persistence: persistence}
 }
 
 // builder makes the objects of one ServicePort.
 type builder struct {
-	sp        *plan.ServicePort
-	node      *plan.Node
-	marks     marks
-	id        markID
-	scheduler plan.Scheduler
-	sticky    plan.Scheduler // by client; see server
-	lingering []netip.AddrPort
-	marked    []markKind // those with a virtual server
-	out       objects
+	sp     *plan.ServicePort
+	node   *plan.Node
+	marks  marks
+	id     markID
+	marked []markKind // those with a virtual server
+	out    objects
 }
 
 // needsMarks reports whether a ServicePort has a virtual server that is selected by a mark.
@@ -63,9 +93,6 @@ func nodePortOf(sp *plan.ServicePort) (plan.Frontend, bool) {
 }
 
 func (b *builder) objects() objects {
-	for _, x := range b.sp.Excluded {
-		b.lingering = append(b.lingering, x.Addr)
-	}
 	for _, f := range b.sp.Frontends {
 		switch f.Kind {
 		case plan.ClusterIP:
@@ -101,28 +128,7 @@ func at(f plan.Frontend) ipset.Entry {
 
 // server adds a virtual server with the endpoints of a policy.
 func (b *builder) server(id ipvs.ServerID, policy plan.Policy) {
-	s := server{
-		key: b.sp.Key,
-		Server: ipvs.Server{
-			ID: id, Scheduler: b.scheduler.Name, Ports: b.scheduler.Ports, Fallback: b.scheduler.Fallback,
-			Persistence: b.sp.Affinity,
-		},
-		lingering: b.lingering,
-		// UDP and SCTP connections have no end to wait for.
-		drains:   b.sp.Key.Protocol == plan.TCP,
-		critical: b.sp.Critical,
-	}
-	if b.sp.Affinity > 0 && id.Mark != 0 {
-		// With persistence, IPVS does not translate the port of what a mark selects (ip_vs_sched_persist in Linux): the port at the
-		// endpoint would be that of the frontend. A hash of the client's address needs no memory.
-		s.Persistence, s.Scheduler, s.Ports, s.Fallback = 0, b.sticky.Name, false, b.sticky.Fallback
-	}
-	if b.sp.Any {
-		for _, ep := range b.sp.ForPolicy(policy) {
-			s.realServers = append(s.realServers, ipvs.RealServer{Addr: ep.Addr, Weight: max(uint32(ep.Weight), 1)})
-		}
-	}
-	b.out.servers = append(b.out.servers, s)
+	b.out.servers = append(b.out.servers, serverClaim{id, wanted{b.sp, policy}})
 }
 
 // atAddress adds the virtual server for a frontend's address.

@@ -186,10 +186,10 @@ func (e *engine) fingerprint(r *reading, f *ipvs.Fingerprint) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	pause := e.pausing(r)
-	for _, v := range r.known.servers {
+	for v := range r.known.servers.Clone().All() {
 		f.Add(v.Server)
-		for addr, d := range v.realServers {
-			f.AddRealServer(v.Server, ipvs.RealServer{Addr: addr, Weight: d.weight})
+		for _, d := range v.realServers {
+			f.AddRealServer(v.Server, d.RealServer)
 		}
 		if !pause() {
 			return

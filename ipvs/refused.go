@@ -22,35 +22,56 @@ type refusedMember struct {
 	keys []plan.Key
 }
 
-// handleResults handles the results of changes of virtual servers. A refused one is recorded and undone in actual; every other error is
-// returned.
-func (e *engine) handleResults(changes []change, errs []error) error {
+// results are those of changes of virtual servers that were tried.
+type results struct {
+	taken   int
+	refused map[ipvs.ServerID]error
+}
+
+// handleResults handles the results of changes of virtual servers. A refused one is noted in tried and undone in actual; every other error
+// is returned.
+func (e *engine) handleResults(c changes, errs []error) error {
 	refused := map[ipvs.ServerID]error{}
-	others, taken := false, 0
+	others := false
+	e.tried.taken += len(c.ops) - len(errs)
 	for i, err := range errs {
-		id := changes[i].Server.ID
+		id := c.ops[i].Server.ID
 		switch {
 		case err == nil:
-			taken++
+			e.tried.taken++
 		case refused[id] != nil && errors.Is(err, unix.ESRCH): // A consequence of the refusal.
-		case changes[i].undo != nil && refusal(err):
+		case c.undo[i] != nil && refusal(err):
 			refused[id] = err
 		default:
 			others = true
 		}
 	}
-	if others || taken == 0 && len(refused) > mostRefused {
+	if others {
 		return errors.Join(errs...)
 	}
 	for i, err := range slices.Backward(errs) {
-		if err != nil && changes[i].undo != nil {
-			changes[i].undo()
+		if err != nil && c.undo[i] != nil {
+			c.undo[i]()
 		}
+	}
+	if e.tried.refused == nil {
+		e.tried.refused = refused
+	}
+	maps.Copy(e.tried.refused, refused)
+	return nil
+}
+
+// judge records the refused virtual servers of all changes that were tried, unless these are so many that the fault is not theirs.
+func (e *engine) judge() error {
+	tried := e.tried
+	e.tried = results{}
+	if tried.taken == 0 && len(tried.refused) > mostRefused {
+		return errors.Join(slices.Collect(maps.Values(tried.refused))...)
 	}
 	if e.refused == nil {
 		e.refused = map[ipvs.ServerID]error{}
 	}
-	maps.Copy(e.refused, refused)
+	maps.Copy(e.refused, tried.refused)
 	return nil
 }
 
@@ -79,35 +100,51 @@ func refusedEntries(err error, asked int) (map[ipset.Entry]error, bool) {
 	return refused, len(refused) < asked || len(refused) <= mostRefused
 }
 
-// refuseMember records an entry that the kernel refuses.
-func (e *engine) refuseMember(m member, err error) {
-	if e.refusedMembers == nil {
-		e.refusedMembers = map[member]refusedMember{}
+// refuseMembers records entries that the kernel refuses.
+func (e *engine) refuseMembers(refused map[memberKey]error) {
+	if len(refused) == 0 {
+		return
 	}
-	e.refusedMembers[m.key()] = refusedMember{err, e.desired.asking(m.key())}
+	if e.refusedMembers == nil {
+		e.refusedMembers = map[memberKey]refusedMember{}
+	}
+	for m, keys := range e.desired.asking(refused) {
+		e.refusedMembers[m] = refusedMember{refused[m], keys}
+	}
 }
 
-// asking returns the ServicePorts that ask for an entry. It looks at all, since only refused entries are traced back.
-func (s *state) asking(wanted member) []plan.Key {
-	var keys []plan.Key
-	for k, o := range s.objects {
-		if slices.ContainsFunc(o.members, func(m member) bool { return m.key() == wanted }) ||
-			wanted.set == setVIPs && slices.Contains(o.vips, wanted.entry.Addr) {
-			keys = append(keys, k)
+// asking returns the ServicePorts that ask for entries that were refused. It looks at all, since few are.
+func (s *state) asking(refused map[memberKey]error) map[memberKey][]plan.Key {
+	keys := make(map[memberKey][]plan.Key, len(refused))
+	for m := range refused {
+		keys[m] = nil
+	}
+	note := func(m memberKey, k plan.Key) {
+		if list, is := keys[m]; is && !slices.Contains(list, k) {
+			keys[m] = append(list, k)
+		}
+	}
+	for sp := range s.services.All() {
+		o := s.build(sp)
+		for _, m := range o.members {
+			note(m.key(), sp.Key)
+		}
+		for _, a := range o.vips {
+			note(vipMember(a), sp.Key)
 		}
 	}
 	return keys
 }
 
 // asks reports whether an entry is still asked for.
-func (s *state) asks(m member) bool {
-	return s.members[m] != nil || m.set == setVIPs && s.vips[m.entry.Addr] > 0
+func (s *state) asks(m memberKey) bool {
+	return s.members[m].count > 0 || m.set == setVIPs && s.vips[m.addr.addr()] > 0
 }
 
 // served reports whether any virtual server of a ServicePort has endpoints.
-func (e *engine) served(k plan.Key) bool {
-	return slices.ContainsFunc(e.desired.objects[k].servers, func(v server) bool {
-		have := e.actual.servers[v.ID]
+func (e *engine) served(sp *plan.ServicePort) bool {
+	return slices.ContainsFunc(e.desired.build(sp).servers, func(v serverClaim) bool {
+		have := e.actual.servers.Get(v.id)
 		return have != nil && len(have.realServers) > 0
 	})
 }
@@ -122,10 +159,10 @@ func (e *engine) reportRefused() {
 			delete(e.refused, id)
 			continue
 		}
-		have := e.actual.servers[id]
-		r, seen := byKey[want.key]
+		have, key := e.actual.servers.Get(id), want.sp.Key
+		r, seen := byKey[key]
 		kept := have != nil && len(have.realServers) > 0
-		byKey[want.key] = plan.Refusal{Key: want.key, Kept: kept && (!seen || r.Kept), Err: err}
+		byKey[key] = plan.Refusal{Key: key, Kept: kept && (!seen || r.Kept), Err: err}
 	}
 	for m, r := range e.refusedMembers {
 		if !e.desired.asks(m) {
@@ -133,8 +170,8 @@ func (e *engine) reportRefused() {
 			continue
 		}
 		for _, k := range r.keys {
-			if _, seen := byKey[k]; !seen && e.desired.services[k] != nil {
-				byKey[k] = plan.Refusal{Key: k, Kept: e.served(k), Err: r.err}
+			if sp := e.desired.servicePort(k); sp != nil && byKey[k].Err == nil {
+				byKey[k] = plan.Refusal{Key: k, Kept: e.served(sp), Err: r.err}
 			}
 		}
 	}

@@ -69,7 +69,7 @@ func TestRefusedServer(t *testing.T) {
 			if len(reported) != 1 || len(reported[0]) != 1 || reported[0][0].Key != bad.Key || reported[0][0].Kept != kept {
 				t.Errorf("reported %v, want %s", reported, bad.Key)
 			}
-			missing := len(want.actual.servers) - len(e.actual.servers)
+			missing := want.actual.servers.Len() - e.actual.servers.Len()
 			if missing != map[bool]int{true: 0, false: 1}[kept] {
 				t.Errorf("%d virtual servers are missing", missing)
 			}
@@ -83,9 +83,9 @@ func TestRefusedServer(t *testing.T) {
 			}
 			fresh, whole := fakeEngine(plan.IPv4, Options{})
 			require.NoError(t, fresh.Sync(t.Context(), p, plan.Everything()))
-			for id := range fresh.actual.servers {
-				if e.actual.servers[id] == nil || len(e.actual.servers[id].realServers) < len(fresh.actual.servers[id].realServers) {
-					t.Errorf("%s is not whole at the end", id)
+			for v := range fresh.actual.servers.All() {
+				if have := e.actual.servers.Get(v.ID); have == nil || len(have.realServers) < len(v.realServers) {
+					t.Errorf("%s is not whole at the end", v.ID)
 				}
 			}
 			if len(whole.virtual) != len(k.virtual) || len(reported) != 2 || len(reported[1]) != 0 {
@@ -156,7 +156,7 @@ func TestRefusedUpdate(t *testing.T) {
 			}
 			fresh, want := fakeEngine(plan.IPv4, Options{})
 			require.NoError(t, fresh.Sync(t.Context(), p, plan.Everything()))
-			if fresh.actual.servers[serverAt(was)].Server != e.actual.servers[serverAt(was)].Server ||
+			if fresh.actual.servers.Get(serverAt(was)).Server != e.actual.servers.Get(serverAt(was)).Server ||
 				want.virtual[serverAt(was)].RealServers[was.All()[1].Addr] != k.virtual[serverAt(was)].RealServers[was.All()[1].Addr] {
 				t.Errorf("at the end the kernel holds %+v, want %+v", k.virtual[serverAt(was)], want.virtual[serverAt(was)])
 			}
@@ -263,6 +263,33 @@ func TestRefusedSetEntry(t *testing.T) {
 		fresh.machine.sets = sets
 		if err := fresh.Sync(t.Context(), plantest.Large(30, 3), plan.Everything()); err == nil {
 			t.Error("a kernel that takes no entry at all is in order")
+		}
+	}
+}
+
+// TestManyRefusedServers: however many virtual servers the kernel refuses before it takes one, the fault is theirs; if it takes none, it is not.
+func TestManyRefusedServers(t *testing.T) {
+	t.Parallel()
+	p := plantest.Large(changesAtOnce, 2)
+	list := p.Sorted(plan.IPv4)
+	slices.SortFunc(list, func(a, b *plan.ServicePort) int { return a.Frontends[0].Compare(b.Frontends[0]) })
+	for _, test := range []struct{ refused, want int }{{changesAtOnce / 2, changesAtOnce / 2}, {changesAtOnce, 0}} {
+		e, k := fakeEngine(plan.IPv4, Options{})
+		var reported []plan.Refusal
+		e.onRefused = func(_ plan.Family, list []plan.Refusal) { reported = list }
+		last := list[test.refused-1].Frontends[0].Addr
+		e.machine.servers = &picky{fakeServers: fakeServers{k}, refuses: func(op ipvs.Op) error {
+			if op.Kind == ipvs.AddServer && op.Server.ID.Addr.Compare(last) <= 0 {
+				return unix.ENOENT
+			}
+			return nil
+		}}
+		err := e.Sync(t.Context(), p, plan.Everything())
+		if taken := test.refused < len(list); taken != (err == nil) || len(reported) != test.want {
+			t.Errorf("%d of %d refused: %v, %d are reported, want %d", test.refused, len(list), err, len(reported), test.want)
+		}
+		if left := e.changes.ops; len(left) > 0 || e.tried.refused != nil {
+			t.Errorf("%d of %d refused: %d changes are left to the next sync, and %d refusals", test.refused, len(list), len(left), len(e.tried.refused))
 		}
 	}
 }

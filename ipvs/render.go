@@ -24,7 +24,7 @@ func Render(p *plan.Plan, f plan.Family, o Options) string {
 	h.renderSets(&out, f)
 	out.WriteString("# ipvsadm --restore\n")
 	for _, id := range slices.SortedFunc(maps.Keys(s.servers), compareServers) {
-		if v := s.servers[id]; len(v.realServers) > 0 { // One without real servers need not exist.
+		if v := s.server(id); len(v.realServers) > 0 { // One without real servers need not exist.
 			out.WriteString(strings.Join(serverLines(v), "\n") + "\n")
 		}
 	}
@@ -73,7 +73,7 @@ func renderAddress(out *strings.Builder, a netip.Addr) {
 func (h *actual) renderSets(out *strings.Builder, f plan.Family) {
 	lines := make([][]string, setCount)
 	for m, with := range h.members {
-		lines[m.set] = append(lines[m.set], m.marked(with).Text(setOf(m.set, f)))
+		lines[m.set] = append(lines[m.set], m.entry(with).Text(setOf(m.set, f)))
 	}
 	for id := range setCount {
 		set := setOf(id, f)
@@ -88,6 +88,23 @@ func (h *actual) renderSets(out *strings.Builder, f plan.Family) {
 // compareServers orders addresses before marks.
 func compareServers(a, b ipvs.ServerID) int {
 	return cmp.Or(cmp.Compare(a.Mark, b.Mark), a.Addr.Compare(b.Addr), cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
+}
+
+// server is a virtual server to print.
+type server struct {
+	ipvs.Server
+	key         plan.Key // of the ServicePort, if that is known
+	realServers []ipvs.RealServer
+}
+
+// server returns a desired virtual server.
+func (s *state) server(id ipvs.ServerID) server {
+	w := s.servers[id]
+	v := server{Server: s.options.wanted(id, w), key: w.sp.Key}
+	for _, ep := range w.endpoints() {
+		v.realServers = append(v.realServers, realServer(ep))
+	}
+	return v
 }
 
 // serverLines are a virtual server as "ipvsadm --save --numeric" prints it.

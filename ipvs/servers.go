@@ -2,7 +2,6 @@ package ipvs
 
 import (
 	"errors"
-	"maps"
 	"net/netip"
 	"slices"
 	"time"
@@ -10,77 +9,83 @@ import (
 	"nodeproxy/internal/set"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/ipvs"
+	"nodeproxy/plan"
 )
 
 // ensureServer makes a virtual server and adds what it lacks; it removes nothing.
 func (e *engine) ensureServer(id ipvs.ServerID) {
 	delete(e.refused, id) // Retry everything that was refused.
-	want, wanted := e.desired.servers[id]
-	have := e.actual.servers[id]
+	want := e.desired.servers[id]
+	have := e.actual.servers.Get(id)
 	switch {
-	case !wanted || have == nil && len(want.realServers) == 0:
+	case want.sp == nil || have == nil && len(want.endpoints()) == 0:
 		return
 	case have == nil:
-		e.queue(ipvs.AddServer, want.Server, ipvs.RealServer{}, func() { delete(e.actual.servers, id) })
-		have = &actualServer{Server: want.Server, realServers: map[netip.AddrPort]*actualRealServer{}}
-		e.actual.servers[id] = have
+		v := e.options.wanted(id, want)
+		e.queue(ipvs.AddServer, v, ipvs.RealServer{}, func() { e.actual.servers.Delete(id) })
+		have = &actualServer{Server: v, realServers: make([]actualRealServer, 0, len(want.endpoints()))}
+		e.actual.servers.Put(have)
 	default:
-		e.reschedule(want.Server, have)
+		e.reschedule(want, have)
 	}
-	for _, d := range want.realServers {
-		e.ensureRealServer(have, d)
+	for _, ep := range want.endpoints() {
+		e.ensureRealServer(have, realServer(ep))
 	}
-	e.reschedule(want.Server, have) // A draining one may be in use again.
+	e.reschedule(want, have) // A draining one may be in use again.
 }
 
 // reschedule sets the properties of a virtual server, which depend on whether real servers of it drain.
-func (e *engine) reschedule(want ipvs.Server, v *actualServer) {
-	if want.ID != v.ID { // It receives no new connections.
+func (e *engine) reschedule(want wanted, v *actualServer) {
+	if want.sp == nil { // It receives no new connections.
 		return
 	}
+	properties := e.options.wanted(v.ID, want)
 	if v.drains() {
-		want = e.options.whileDraining(want)
+		properties = e.options.whileDraining(properties)
 	}
-	if was := v.Server; was != want {
-		e.queue(ipvs.UpdateServer, want, ipvs.RealServer{}, func() {
-			if v.Server == want { // A later change may have been accepted.
+	if was := v.Server; was != properties {
+		e.queue(ipvs.UpdateServer, properties, ipvs.RealServer{}, func() {
+			if v.Server == properties { // A later change may have been accepted.
 				v.Server = was
 			}
 		})
-		v.Server = want
+		v.Server = properties
 	}
 }
 
 // ensureRealServer adds a real server. A draining one gets its weight back; its connections are not affected.
 func (e *engine) ensureRealServer(v *actualServer, want ipvs.RealServer) {
-	switch have := v.realServers[want.Addr]; {
-	case have == nil:
-		e.queue(ipvs.AddRealServer, v.Server, want, func() { delete(v.realServers, want.Addr) })
-	case have.weight != want.Weight:
-		e.queue(ipvs.UpdateRealServer, v.Server, want, func() { v.realServers[want.Addr] = have })
+	switch have, is := v.realServer(want.Addr); {
+	case !is:
+		e.queue(ipvs.AddRealServer, v.Server, want, func() { v.remove(want.Addr) })
+	case have.Weight != want.Weight:
+		e.queue(ipvs.UpdateRealServer, v.Server, want, func() { v.put(have) })
 	}
-	v.realServers[want.Addr] = &actualRealServer{weight: want.Weight}
+	v.put(actualRealServer{RealServer: want})
 }
 
 // pruneServer removes what a virtual server should not have, and the server itself if nothing is left. One that is replaced by
 // another is removed when its connections have ended.
 func (e *engine) pruneServer(id ipvs.ServerID, replaced bool) {
-	have := e.actual.servers[id]
+	have := e.actual.servers.Get(id)
 	if have == nil {
 		return
 	}
-	want, wanted := e.desired.servers[id]
-	if !wanted && !replaced {
+	want := e.desired.servers[id]
+	if want.sp == nil && !replaced {
 		e.deleteServer(have)
 		return
 	}
-	want.drains = want.drains || replaced
-	for _, addr := range slices.SortedFunc(maps.Keys(have.realServers), netip.AddrPort.Compare) {
-		_, used := slices.BinarySearchFunc(want.realServers, addr, func(d ipvs.RealServer, a netip.AddrPort) int {
-			return d.Addr.Compare(a)
+	for _, d := range slices.Clone(have.realServers) {
+		_, used := slices.BinarySearchFunc(want.endpoints(), d.Addr, func(ep plan.Endpoint, a netip.AddrPort) int {
+			return ep.Addr.Compare(a)
 		})
-		if !used {
-			e.pruneRealServer(&want, have, addr)
+		switch {
+		case used:
+		case want.drains() || replaced:
+			e.drainRealServer(want, have, d)
+		default:
+			e.deleteRealServer(have, d.Addr)
 		}
 	}
 	if len(have.realServers) == 0 {
@@ -90,43 +95,39 @@ func (e *engine) pruneServer(id ipvs.ServerID, replaced bool) {
 
 func (e *engine) deleteServer(v *actualServer) {
 	e.queue(ipvs.DeleteServer, v.Server, ipvs.RealServer{}, nil)
-	delete(e.actual.servers, v.ID)
+	e.actual.servers.Delete(v.ID)
 }
 
-// pruneRealServer removes a real server, or begins to drain it.
-func (e *engine) pruneRealServer(want *server, v *actualServer, addr netip.AddrPort) {
-	d := v.realServers[addr]
-	if !want.drains {
-		e.deleteRealServer(v, addr)
-		return
+// drainRealServer begins to drain a real server, or goes on.
+func (e *engine) drainRealServer(want wanted, v *actualServer, was actualRealServer) {
+	d := actualRealServer{ipvs.RealServer{Addr: was.Addr}, &draining{}}
+	if !want.lingers(d.Addr) {
+		if d.draining.since = time.Now(); was.draining != nil && !was.draining.since.IsZero() {
+			d.draining.since = was.draining.since
+		}
 	}
-	was := *d
-	d.draining = true
+	v.put(d)
 	e.mayDrain(v)
-	e.reschedule(want.Server, v)
-	if d.weight > 0 {
-		e.queue(ipvs.UpdateRealServer, v.Server, ipvs.RealServer{Addr: addr}, func() { *d = was })
-		d.weight = 0
-	}
-	switch lingers := slices.Contains(want.lingering, addr); {
-	case lingers:
-		d.since = time.Time{}
-	case !was.draining || d.since.IsZero():
-		d.since = time.Now()
+	e.reschedule(want, v)
+	if was.Weight > 0 {
+		e.queue(ipvs.UpdateRealServer, v.Server, d.RealServer, func() { v.put(was) })
 	}
 }
 
 func (e *engine) deleteRealServer(v *actualServer, addr netip.AddrPort) {
 	e.queue(ipvs.DeleteRealServer, v.Server, ipvs.RealServer{Addr: addr}, nil)
-	delete(v.realServers, addr)
+	v.remove(addr)
 }
 
-// change is a change of a virtual server. undo, which is nil for a deletion, restores actual; it is called if the kernel refuses
-// the change.
-type change struct {
-	ipvs.Op
-	undo func()
+// changes are changes of virtual servers that are to be made. The undo of each, which is nil for a deletion, restores actual; it is called
+// if the kernel refuses the change.
+type changes struct {
+	ops  []ipvs.Op
+	undo []func()
 }
+
+// changesAtOnce is how many changes are queued before they are made.
+const changesAtOnce = 1000
 
 // queue queues a change of a virtual server for flush. actual already includes it: after any error but a refusal the kernel is read
 // again.
@@ -135,26 +136,38 @@ func (e *engine) queue(kind ipvs.OpKind, v ipvs.Server, d ipvs.RealServer, undo 
 	for r := range e.readings {
 		r.changed.servers.Insert(v.ID)
 	}
-	e.changes = append(e.changes, change{ipvs.Op{Kind: kind, Server: v, RealServer: d}, undo})
+	e.changes.ops = append(e.changes.ops, ipvs.Op{Kind: kind, Server: v, RealServer: d})
+	e.changes.undo = append(e.changes.undo, undo)
+}
+
+// flushMany makes the queued changes if they are many, so that not all are kept at a time. Those of one virtual server must be queued as a
+// whole before, and flush must be called after the last.
+func (e *engine) flushMany() error {
+	if len(e.changes.ops) < changesAtOnce {
+		return nil
+	}
+	return e.makeChanges()
 }
 
 // flush makes the queued changes, in few round trips to the kernel.
-func (e *engine) flush() error {
-	changes := e.changes
-	e.changes = nil
-	if len(changes) == 0 {
+func (e *engine) flush() error { return errors.Join(e.makeChanges(), e.judge()) }
+
+func (e *engine) makeChanges() error {
+	c := e.changes
+	if len(c.ops) == 0 {
 		return nil
 	}
-	ops := make([]ipvs.Op, len(changes))
-	for i, c := range changes {
-		ops[i] = c.Op
+	for _, o := range c.ops {
 		kind := drift.RealServer
-		if c.Kind == ipvs.AddServer || c.Kind == ipvs.UpdateServer || c.Kind == ipvs.DeleteServer {
+		if o.Kind == ipvs.AddServer || o.Kind == ipvs.UpdateServer || o.Kind == ipvs.DeleteServer {
 			kind = drift.VirtualServer
 		}
 		e.Wrote(kind, 1)
 	}
-	return e.handleResults(changes, e.machine.servers.Apply(ops))
+	err := e.handleResults(c, e.machine.servers.Apply(c.ops))
+	clear(c.undo)
+	e.changes = changes{c.ops[:0], c.undo[:0]}
+	return err
 }
 
 // drain removes the real servers that drain and have no connections left, and those whose time has passed. It asks the kernel
@@ -167,7 +180,7 @@ func (e *engine) drain(now time.Time) error {
 	}
 	var errs []error
 	for id := range e.draining {
-		if v := e.actual.servers[id]; v != nil && v.drains() {
+		if v := e.actual.servers.Get(id); v != nil && v.drains() {
 			errs = append(errs, e.drainServer(id, v, now))
 		} else {
 			delete(e.draining, id)
@@ -192,12 +205,7 @@ func (e *engine) mayDrain(v *actualServer) {
 }
 
 func (v *actualServer) drains() bool {
-	for _, d := range v.realServers {
-		if d.draining {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc(v.realServers, func(d actualRealServer) bool { return d.draining != nil })
 }
 
 func (e *engine) drainServer(id ipvs.ServerID, v *actualServer, now time.Time) error {
@@ -208,16 +216,16 @@ func (e *engine) drainServer(id ipvs.ServerID, v *actualServer, now time.Time) e
 	if seen == nil { // Another program has removed it. The next comparison reports that, and makes it again if it is desired.
 		return nil
 	}
-	for addr, d := range v.realServers {
-		left := seen[addr].Connections
-		if d.draining && (left.Active+left.Inactive == 0 || !d.since.IsZero() && now.Sub(d.since) >= e.grace) {
-			e.deleteRealServer(v, addr)
+	for _, d := range slices.Clone(v.realServers) {
+		left := seen[d.Addr].Connections
+		if d.draining != nil && (left.Active+left.Inactive == 0 || !d.draining.since.IsZero() && now.Sub(d.draining.since) >= e.grace) {
+			e.deleteRealServer(v, d.Addr)
 		}
 	}
 	if len(v.realServers) == 0 {
 		e.deleteServer(v)
-	} else if want, wanted := e.desired.servers[id]; wanted {
-		e.reschedule(want.Server, v)
+	} else {
+		e.reschedule(e.desired.servers[id], v)
 	}
 	return nil
 }

@@ -5,12 +5,13 @@ import (
 
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/netlink"
 	"nodeproxy/plan"
 )
 
 // setID names an ipset that the rules use. Those up to setLoopBack have kube-proxy's names and types. Entries are added and removed
 // in the order of these numbers or in the reverse order, see memberChanges.
-type setID int
+type setID uint8
 
 const (
 	// Frontends with endpoints for their policy.
@@ -79,10 +80,57 @@ type member struct {
 	entry ipset.Entry
 }
 
-// key identifies an entry: everything but the mark, which can change.
-func (m member) key() member {
-	m.entry.Mark, m.entry.Mask = 0, 0
-	return m
+// marked is the mark of an entry.
+type marked struct{ mark, mask uint32 }
+
+func (m member) marked() marked { return marked{m.entry.Mark, m.entry.Mask} }
+
+// memberKey is an entry of a set without its mark, which can change, in a third of the memory: there are as many as frontends.
+type memberKey struct {
+	addr, addr2 address // the second is that of a range, if the entry has one
+	length      uint8   // of that range, and one more; 0 for none
+	protocol    uint8
+	port        uint16
+	set         setID
+}
+
+// address is an address in the memory that it needs.
+type address struct {
+	bytes [16]byte
+	bits  uint8 // 32, 128, or 0 for none
+}
+
+func packed(a netip.Addr) address { return address{a.As16(), uint8(a.BitLen())} }
+
+func (a address) addr() netip.Addr {
+	switch a.bits {
+	case 0:
+		return netip.Addr{}
+	case 32:
+		return netip.AddrFrom16(a.bytes).Unmap()
+	}
+	return netip.AddrFrom16(a.bytes)
+}
+
+// key identifies an entry.
+func (m member) key() memberKey {
+	k := memberKey{set: m.set, addr: packed(m.entry.Addr), addr2: packed(m.entry.Addr2), port: m.entry.Port,
+		protocol: netlink.Protocol(m.entry.Protocol)}
+	if m.entry.Net.IsValid() {
+		k.addr2, k.length = packed(m.entry.Net.Addr()), uint8(m.entry.Net.Bits())+1
+	}
+	return k
+}
+
+// entry returns the entry with a mark.
+func (k memberKey) entry(m marked) ipset.Entry {
+	e := ipset.Entry{Addr: k.addr.addr(), Protocol: netlink.ProtocolOf(k.protocol), Port: k.port, Mark: m.mark, Mask: m.mask}
+	if k.length == 0 {
+		e.Addr2 = k.addr2.addr()
+	} else {
+		e.Net = netip.PrefixFrom(k.addr2.addr(), int(k.length)-1)
+	}
+	return e
 }
 
 // everywhere returns the two halves of a family's addresses, since no set accepts the range of all.

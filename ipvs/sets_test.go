@@ -1,6 +1,7 @@
 package ipvs
 
 import (
+	"net/netip"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -40,5 +41,34 @@ func TestSetsOfKubeProxy(t *testing.T) {
 				}
 			}
 		}
+	}
+}
+
+// TestMemberKey: what a key keeps of an entry is all but the mark, and what differs has different keys.
+func TestMemberKey(t *testing.T) {
+	t.Parallel()
+	a4, a6 := netip.MustParseAddr("10.96.0.1"), netip.MustParseAddr("fd00::1")
+	entries := []ipset.Entry{
+		{}, {Addr: a4}, {Addr: a6}, {Addr: netip.MustParseAddr("::ffff:10.96.0.1")}, {Addr2: a4}, {Port: 80},
+		{Addr: a4, Protocol: plan.TCP, Port: 80}, {Addr: a4, Protocol: plan.UDP, Port: 80}, {Addr: a4, Protocol: plan.SCTP, Port: 80, Addr2: a4},
+		{Addr: a4, Protocol: plan.TCP, Port: 80, Addr2: netip.MustParseAddr("0.0.0.0")},
+		{Addr: a4, Protocol: plan.TCP, Port: 80, Net: netip.MustParsePrefix("0.0.0.0/0")},
+		{Addr: a4, Protocol: plan.TCP, Port: 80, Net: netip.MustParsePrefix("0.0.0.0/1")},
+		{Addr: a6, Protocol: plan.TCP, Port: 80, Net: netip.MustParsePrefix("fd00::1/128")},
+		{Net: netip.MustParsePrefix("8000::/1"), Protocol: plan.TCP, Port: 65535},
+	}
+	keys := map[memberKey]bool{}
+	for _, set := range []setID{setClusterIP, setCount - 1} {
+		for _, e := range entries {
+			e.Mark, e.Mask = 5, 7
+			m := member{set, e}
+			if got := m.key().entry(m.marked()); got != e || m.key().set != set {
+				t.Errorf("%+v has become %+v", e, got)
+			}
+			keys[m.key()] = true
+		}
+	}
+	if len(keys) != 2*len(entries) {
+		t.Errorf("%d entries have %d keys", 2*len(entries), len(keys))
 	}
 }

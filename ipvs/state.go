@@ -16,26 +16,26 @@ type state struct {
 	options  Options
 	marks    marks
 	node     plan.Node
-	services map[plan.Key]*plan.ServicePort
-	objects  map[plan.Key]objects
+	services *plan.Ports
 	ids      identities
-	servers  map[ipvs.ServerID]server
-	members  map[member]*shared // by key
+	hashed   map[plan.Key]markID // the identities, as they were when the ServicePorts were added
+	servers  map[ipvs.ServerID]wanted
+	members  map[memberKey]shared
 	vips     map[netip.Addr]int
 	ports    ports
 	ranges   []netip.Prefix // that have a route
 }
 
-// shared is an entry that several ServicePorts may ask for, with its mark.
+// shared is an entry that several ServicePorts may ask for.
 type shared struct {
-	count      int
-	mark, mask uint32
+	marked
+	count int32
 }
 
 // touched are the objects that a change may concern.
 type touched struct {
 	servers set.Set[ipvs.ServerID]
-	members set.Set[member]     // by key
+	members set.Set[memberKey]
 	vips    set.Set[netip.Addr] // and their ports
 	// replaced are virtual servers that are removed while their ServicePort remains and gets another one: their connections are
 	// left to them, as long as it remains.
@@ -50,18 +50,18 @@ type touched struct {
 }
 
 // servicePort returns the ServicePort with a key; nil if there is none.
-func (s *state) servicePort(k plan.Key) *plan.ServicePort { return s.services[k] }
+func (s *state) servicePort(k plan.Key) *plan.ServicePort { return s.services.Get(k) }
 
 func newTouched() *touched {
-	return &touched{servers: set.Set[ipvs.ServerID]{}, members: set.Set[member]{}, vips: set.Set[netip.Addr]{},
+	return &touched{servers: set.Set[ipvs.ServerID]{}, members: set.Set[memberKey]{}, vips: set.Set[netip.Addr]{},
 		replaced: map[ipvs.ServerID]plan.Key{}}
 }
 
 func newState(p *plan.Plan, f plan.Family, o Options) *state {
 	return &state{
 		family: f, options: o, marks: newMarks(o.MasqueradeBit), node: p.Node,
-		services: map[plan.Key]*plan.ServicePort{}, objects: map[plan.Key]objects{}, ids: identities{},
-		servers: map[ipvs.ServerID]server{}, members: map[member]*shared{}, vips: map[netip.Addr]int{},
+		services: plan.NewPorts(), ids: identities{}, hashed: map[plan.Key]markID{},
+		servers: map[ipvs.ServerID]wanted{}, members: map[memberKey]shared{}, vips: map[netip.Addr]int{},
 		ports: ports{}, ranges: o.routed(p, f),
 	}
 }
@@ -72,7 +72,15 @@ func full(p *plan.Plan, f plan.Family, o Options) *state {
 	for _, a := range s.anchors() {
 		s.vips[a]++
 	}
-	s.update(p, plan.Keys(set.Keys(p.Services)), 0)
+	list := p.Sorted(f)
+	for _, sp := range list {
+		if hashed(sp) {
+			s.ids.add(sp.Key)
+		}
+	}
+	for _, sp := range list {
+		s.enter(sp)
+	}
 	return s
 }
 
@@ -83,7 +91,7 @@ func (s *state) update(p *plan.Plan, changed plan.Keys, most int) *touched {
 	keys := changed.Sorted(s.family)
 	renamed := set.Set[plan.Key]{}
 	for _, k := range keys {
-		if old := s.services[k]; old != nil && hashed(old) {
+		if old := s.services.Get(k); old != nil && hashed(old) {
 			renamed.Insert(s.ids.remove(k)...)
 		}
 		if sp := p.Services[k]; sp != nil && hashed(sp) {
@@ -91,7 +99,7 @@ func (s *state) update(p *plan.Plan, changed plan.Keys, most int) *touched {
 		}
 	}
 	for k := range renamed {
-		if _, too := changed[k]; !too && s.services[k] != nil {
+		if _, too := changed[k]; !too && s.services.Get(k) != nil {
 			keys = append(keys, k)
 		}
 	}
@@ -99,14 +107,15 @@ func (s *state) update(p *plan.Plan, changed plan.Keys, most int) *touched {
 	touches := make([]*touched, len(keys))
 	for i, k := range keys {
 		touches[i] = t.picked(k, s, p, most)
-		if _, stays := p.Services[k]; stays {
-			s.noteReplaced(k, touches[i])
+		o := s.leave(k)
+		touches[i].add(o)
+		if p.Services[k] != nil {
+			noteReplaced(o, touches[i])
 		}
-		s.leave(k, touches[i])
 	}
 	for i, k := range keys {
 		if sp := p.Services[k]; sp != nil {
-			s.enter(sp, touches[i])
+			touches[i].add(s.enter(sp))
 		}
 	}
 	return t
@@ -118,62 +127,80 @@ func hashed(sp *plan.ServicePort) bool {
 	return !port && needsMarks(sp)
 }
 
-func (s *state) enter(sp *plan.ServicePort, t *touched) {
+// enter adds a ServicePort, and returns its objects.
+func (s *state) enter(sp *plan.ServicePort) objects {
+	s.services.Put(sp)
+	if hashed(sp) {
+		s.hashed[sp.Key], _ = s.ids.of(sp.Key)
+	}
 	o := s.build(sp)
-	s.services[sp.Key], s.objects[sp.Key] = sp, o
 	for _, v := range o.servers {
-		s.servers[v.ID] = v
+		s.servers[v.id] = v.wanted
 	}
-	s.count(o, 1, t)
+	s.count(o, 1)
+	return o
 }
 
-func (s *state) leave(k plan.Key, t *touched) {
-	o := s.objects[k]
-	delete(s.services, k)
-	delete(s.objects, k)
-	for _, v := range o.servers {
-		delete(s.servers, v.ID)
+// leave removes a ServicePort, and returns its objects; none if it is not there.
+func (s *state) leave(k plan.Key) objects {
+	sp := s.services.Get(k)
+	if sp == nil {
+		return objects{}
 	}
-	s.count(o, -1, t)
+	o := s.build(sp)
+	s.services.Delete(k)
+	delete(s.hashed, k)
+	for _, v := range o.servers {
+		delete(s.servers, v.id)
+	}
+	s.count(o, -1)
+	return o
 }
 
-// count counts a ServicePort among those that ask for its objects, or no longer counts it, and notes what it touches.
-func (s *state) count(o objects, by int, t *touched) {
-	for _, v := range o.servers {
-		t.servers.Insert(v.ID)
-	}
+// count counts a ServicePort among those that ask for its objects, or no longer counts it.
+func (s *state) count(o objects, by int) {
 	for _, m := range o.members {
 		key := m.key()
 		have := s.members[key]
-		if have == nil {
-			have = &shared{}
+		if by > 0 {
+			have.marked = m.marked()
+		}
+		if have.count += int32(by); have.count == 0 {
+			delete(s.members, key)
+		} else {
 			s.members[key] = have
 		}
-		if have.count += by; have.count == 0 {
-			delete(s.members, key)
-		} else if by > 0 {
-			have.mark, have.mask = m.entry.Mark, m.entry.Mask
-		}
-		t.members.Insert(key)
 	}
 	for _, a := range o.vips {
 		if s.vips[a] += by; s.vips[a] == 0 {
 			delete(s.vips, a)
 		}
-		t.vips.Insert(a)
 	}
 	for _, p := range o.ports {
 		s.ports.count(p, by)
+	}
+}
+
+// add adds the objects of a ServicePort.
+func (t *touched) add(o objects) {
+	for _, v := range o.servers {
+		t.servers.Insert(v.id)
+	}
+	for _, m := range o.members {
+		t.members.Insert(m.key())
+	}
+	t.vips.Insert(o.vips...)
+	for _, p := range o.ports {
 		t.vips.Insert(p.Addr)
 	}
 }
 
 // noteReplaced records the virtual servers that a ServicePort has by mark, which depend on its policies. Those that it still has
 // when it has been added again are not replaced.
-func (s *state) noteReplaced(k plan.Key, t *touched) {
-	for _, v := range s.objects[k].servers {
-		if v.ID.Mark != 0 && v.drains {
-			t.replaced[v.ID] = k
+func noteReplaced(o objects, t *touched) {
+	for _, v := range o.servers {
+		if v.id.Mark != 0 && v.drains() {
+			t.replaced[v.id] = v.sp.Key
 		}
 	}
 }
@@ -205,22 +232,20 @@ func (s *state) replaces(id ipvs.ServerID, hashes map[uint32]bool) bool {
 
 // hashes returns the hashes of the names of all TCP ServicePorts.
 func (s *state) hashes() map[uint32]bool {
-	out := make(map[uint32]bool, len(s.services))
-	for k := range s.services {
-		if k.Protocol == plan.TCP {
-			out[hashOf(k)] = true
+	out := make(map[uint32]bool, s.services.Len())
+	for sp := range s.services.All() {
+		if sp.Key.Protocol == plan.TCP {
+			out[hashOf(sp.Key)] = true
 		}
 	}
 	return out
 }
 
-// build makes the objects of a ServicePort.
+// build makes the objects of a ServicePort that has been added: the same until it is removed, so they are not kept.
 func (s *state) build(sp *plan.ServicePort) objects {
-	b := &builder{sp: sp, node: &s.node, marks: s.marks, scheduler: s.options.scheduler(sp), sticky: s.options.sticky(sp)}
+	b := &builder{sp: sp, node: &s.node, marks: s.marks, id: s.hashed[sp.Key]}
 	if port, ok := nodePortOf(sp); ok {
 		b.id = nodePortID(port.Protocol, port.Port)
-	} else if needsMarks(sp) {
-		b.id, _ = s.ids.of(sp.Key)
 	}
 	return b.objects()
 }
@@ -270,13 +295,13 @@ func (s *state) target(src netip.Addr) *actual {
 		h.sets[id] = true
 	}
 	for m, with := range s.members {
-		h.members[m] = *with
+		h.members[m] = with.marked
 	}
 	for a := range set.Keys(s.vips).Union(set.Keys(s.ports)) {
 		switch {
 		case s.bound(a):
 			h.vips.Insert(a)
-			h.members[vipMember(a)] = shared{}
+			h.members[vipMember(a)] = marked{}
 		case s.byPort(a):
 			h.ports.exists, h.ports.complete = true, true
 			h.ports.ports[a] = set.Keys(s.ports[a])

@@ -59,8 +59,8 @@ func (e *engine) divide(rest, t *touched) (size map[netip.Addr]int, now, waits m
 		if id.Mark != 0 {
 			continue
 		}
-		size[id.Addr] = max(size[id.Addr], addressSize) + len(e.desired.servers[id].realServers)
-		if have := e.actual.servers[id]; have != nil {
+		size[id.Addr] = max(size[id.Addr], addressSize) + len(e.desired.servers[id].endpoints())
+		if have := e.actual.servers.Get(id); have != nil {
 			size[id.Addr] += len(have.realServers)
 		}
 	}
@@ -132,17 +132,18 @@ func (e *engine) step(t *touched) {
 			continue
 		}
 		t.servers.Insert(id)
-		if k, is := rest.replaced[id]; is && e.desired.services[k] != nil {
+		if k, is := rest.replaced[id]; is && e.desired.servicePort(k) != nil {
 			t.replaced[id] = k
 		}
 	}
 	for m := range rest.members {
-		a := m.entry.Addr
+		a := m.addr.addr()
 		if m.set == setLoopBack { // It has endpoints.
 			a = netip.Addr{}
 		}
+		_, desired := e.desired.members[m]
 		_, old := rest.old.members[m]
-		if goes(a, e.desired.members[m] != nil, old) {
+		if goes(a, desired, old) {
 			t.members.Insert(m)
 		}
 	}
@@ -174,7 +175,7 @@ func (e *engine) unfinished() bool {
 
 // picked returns where update notes what ServicePort k touches.
 func (t *touched) picked(k plan.Key, s *state, p *plan.Plan, most int) *touched {
-	if most == 0 || max(sizeOf(s.services[k]), sizeOf(p.Services[k])) <= most {
+	if most == 0 || max(sizeOf(s.services.Get(k)), sizeOf(p.Services[k])) <= most {
 		return t
 	}
 	if t.large == nil {

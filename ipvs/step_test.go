@@ -130,7 +130,7 @@ func TestStepsGiveWay(t *testing.T) {
 
 		require.NoError(t, e.Sync(context.Background(), p, plan.Only(change)))
 		for _, ep := range small.Endpoints.Cluster {
-			if v := e.actual.servers[serversOf(small)[0]]; v == nil || v.realServers[ep.Addr] == nil {
+			if v := e.actual.servers.Get(serversOf(small)[0]); v == nil || v.weights()[ep.Addr] == 0 {
 				t.Fatalf("sync %d: %s waits", n, ep.Addr)
 			}
 		}
@@ -167,7 +167,7 @@ func serversOf(sp *plan.ServicePort) (out []ipvs.ServerID) {
 // has reports whether so many of a ServicePort's virtual servers have all real servers.
 func (e *engine) has(sp *plan.ServicePort, n int) bool {
 	for _, id := range serversOf(sp) {
-		if v := e.actual.servers[id]; v != nil && len(v.realServers) == len(sp.All()) {
+		if v := e.actual.servers.Get(id); v != nil && len(v.realServers) == len(sp.All()) {
 			n--
 		}
 	}
@@ -223,7 +223,7 @@ func TestStepsGiveAddressesAway(t *testing.T) {
 	p.Set(&fewer)
 	require.NoError(t, e.Sync(context.Background(), p, plan.Only(plan.Keys{heir.Key: {}, large.Key: {}})))
 	for m := range e.actual.members {
-		if m.entry.Addr == passes.Addr && m.set != setVIPs && e.desired.members[m] == nil {
+		if m.addr.addr() == passes.Addr && m.set != setVIPs && e.desired.members[m].count == 0 {
 			t.Errorf("%s is left", m.name(e.family))
 		}
 	}
@@ -249,13 +249,13 @@ func TestStepsEnd(t *testing.T) {
 		change = plan.Keys{}
 	}
 	for m := range e.actual.members {
-		if m.entry.Port == 30_000 {
+		if m.port == 30_000 {
 			t.Errorf("%s is left", m.name(e.family))
 		}
 	}
-	for id := range e.actual.servers {
-		if _, is := e.desired.servers[id]; !is {
-			t.Errorf("%s is left", id)
+	for v := range e.actual.servers.All() {
+		if _, is := e.desired.servers[v.ID]; !is {
+			t.Errorf("%s is left", v.ID)
 		}
 	}
 }
@@ -283,13 +283,13 @@ func policies(t *testing.T) (e *engine, k *fakeKernel, p *plan.Plan, sp *plan.Se
 
 // left are the virtual servers and set entries in the kernel that are not desired.
 func (e *engine) left() (out []string) {
-	for id := range e.actual.servers {
-		if _, is := e.desired.servers[id]; !is {
-			out = append(out, id.String())
+	for v := range e.actual.servers.All() {
+		if _, is := e.desired.servers[v.ID]; !is {
+			out = append(out, v.ID.String())
 		}
 	}
 	for m := range e.actual.members {
-		if m.set != setVIPs && e.desired.members[m] == nil {
+		if m.set != setVIPs && e.desired.members[m].count == 0 {
 			out = append(out, m.name(e.family))
 		}
 	}

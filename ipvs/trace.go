@@ -18,7 +18,7 @@ func Machine(p *plan.Plan, f plan.Family, o Options) (*packetsim.Machine, error)
 	s := full(p, f, o)
 	h, m := s.target(p.Node.IP(f)), newSimulation(f)
 	for id, with := range h.members {
-		m.addEntry(id.set, id.marked(with))
+		m.addEntry(id.set, id.entry(with))
 	}
 	for a := range h.vips {
 		m.Added[xtables.Single(a)] = true
@@ -26,8 +26,8 @@ func Machine(p *plan.Plan, f plan.Family, o Options) (*packetsim.Machine, error)
 	for r := range h.routes {
 		m.Added[r] = true
 	}
-	for _, v := range s.servers {
-		m.addServer(v)
+	for id := range s.servers {
+		m.addServer(s.server(id))
 	}
 	for _, a := range h.ports.sorted() {
 		m.Diverted[a] = true

@@ -105,12 +105,11 @@ func (e *engine) serversOf(ctx context.Context, into map[plan.Key][]ipvs.ServerI
 	if e.desired == nil {
 		return fmt.Errorf("reading traffic of %s: the virtual servers are not known until the next sync", e.family)
 	}
-	for key, o := range e.desired.objects {
-		ids := make([]ipvs.ServerID, len(o.servers))
-		for i := range o.servers {
-			ids[i] = o.servers[i].ID
-		}
-		into[key] = ids
+	for sp := range e.desired.services.All() {
+		into[sp.Key] = []ipvs.ServerID{} // Some ServicePorts have no virtual servers.
+	}
+	for id, w := range e.desired.servers {
+		into[w.sp.Key] = append(into[w.sp.Key], id)
 	}
 	return nil
 }

@@ -59,11 +59,11 @@ func TestTrafficOfServicePorts(t *testing.T) {
 	e := &engine{family: plan.IPv4, log: slog.New(slog.DiscardHandler)}
 	e.desired = full(p, plan.IPv4, Options{MasqueradeBit: 14, Scheduler: "rr"})
 	key := plan.Key{Service: plan.Service{Namespace: "ns", Name: "web"}, Protocol: plan.TCP, Family: plan.IPv4}
-	servers := e.desired.objects[key].servers
+	servers := e.desired.build(e.desired.servicePort(key)).servers
 	if len(servers) != 2 {
 		t.Fatalf("ns/web has %d virtual servers, want 2", len(servers))
 	}
-	cluster, node := servers[0].ID, servers[1].ID
+	cluster, node := servers[0].id, servers[1].id
 	k := &counters{traffic: map[ipvs.ServerID]ipvs.Traffic{
 		cluster: {Connections: 10, PacketsIn: 100, PacketsOut: 90, BytesIn: 1000, BytesOut: 9000},
 		node:    {Connections: 1, PacketsIn: 5, PacketsOut: 4, BytesIn: 50, BytesOut: 40},

@@ -4,7 +4,8 @@ import (
 	"cmp"
 	"context"
 	"maps"
-	"net/netip"
+	"slices"
+	"time"
 
 	"nodeproxy/backend"
 	"nodeproxy/internal/set"
@@ -27,7 +28,7 @@ func (e *engine) Verify(ctx context.Context, svc plan.Service) (things int, foun
 		}
 		return before != nil
 	})
-	if err != nil || len(before.servers)+len(before.members) == 0 {
+	if err != nil || before.servers.Len()+len(before.members) == 0 {
 		return 0, nil, err
 	}
 	kernel, closeAll, err := e.machine.reader()
@@ -36,27 +37,26 @@ func (e *engine) Verify(ctx context.Context, svc plan.Service) (things int, foun
 	}
 	defer closeAll()
 	now := newActual()
-	for id, v := range before.servers {
+	for v := range before.servers.All() {
 		if err := ctx.Err(); err != nil {
 			return things, nil, err
 		}
 		things += 1 + len(v.realServers)
-		have, err := kernel.servers.Get(id)
+		have, err := kernel.servers.Get(v.ID)
 		if err != nil {
 			return things, nil, err
 		}
 		if have == nil {
 			continue
 		}
-		is := &actualServer{Server: have.Server, realServers: map[netip.AddrPort]*actualRealServer{}}
-		for addr, d := range have.RealServers {
-			if d.Weight > 0 || v.realServers[addr] != nil {
-				is.realServers[addr] = &actualRealServer{weight: d.Weight}
-			}
-		}
-		now.servers[id] = is
+		is := newActualServer(have, time.Now())
+		is.realServers = slices.DeleteFunc(is.realServers, func(d actualRealServer) bool {
+			_, known := v.realServer(d.Addr)
+			return d.Weight == 0 && !known
+		})
+		now.servers.Put(is)
 		if have.Foreign && is.Server == v.Server {
-			found = append(found, drift.Difference{Kind: drift.VirtualServer, State: drift.Changed, Object: id.String()})
+			found = append(found, drift.Difference{Kind: drift.VirtualServer, State: drift.Changed, Object: v.ID.String()})
 		}
 	}
 	things += len(before.members)
@@ -72,7 +72,7 @@ func (e *engine) Verify(ctx context.Context, svc plan.Service) (things int, foun
 			return things, nil, err
 		}
 	}
-	maps.DeleteFunc(now.members, func(m member, _ shared) bool { _, written := before.members[m]; return !written })
+	maps.DeleteFunc(now.members, func(m memberKey, _ marked) bool { _, written := before.members[m]; return !written })
 	return things, append(found, differences(e.family, before, now)...), nil
 }
 
@@ -80,21 +80,18 @@ func (e *engine) Verify(ctx context.Context, svc plan.Service) (things int, foun
 // them.
 func (e *engine) written(svc plan.Service) *actual {
 	h, rest := newActual(), cmp.Or(e.rest, newTouched())
-	for k, o := range e.desired.objects {
-		if k.Service != svc {
+	for sp := range e.desired.services.All() {
+		if sp.Key.Service != svc {
 			continue
 		}
+		o := e.desired.build(sp)
 		for _, s := range o.servers {
-			v := e.actual.servers[s.ID]
-			if v == nil || rest.servers.Has(s.ID) {
+			v := e.actual.servers.Get(s.id)
+			if v == nil || rest.servers.Has(s.id) {
 				continue
 			}
-			h.servers[s.ID] = &actualServer{Server: v.Server, realServers: map[netip.AddrPort]*actualRealServer{}}
-			for addr, d := range v.realServers {
-				if !d.draining {
-					h.servers[s.ID].realServers[addr] = &actualRealServer{weight: d.weight}
-				}
-			}
+			drains := func(d actualRealServer) bool { return d.draining != nil }
+			h.servers.Put(&actualServer{Server: v.Server, realServers: slices.DeleteFunc(slices.Clone(v.realServers), drains)})
 		}
 		for _, m := range o.members {
 			if with, there := e.actual.members[m.key()]; there && !rest.members.Has(m.key()) {

@@ -31,12 +31,12 @@ func TestVerify(t *testing.T) {
 		for id := range k.virtual {
 			delete(k.virtual, id)
 		}
-		for key, o := range e.desired.objects {
-			written := slices.ContainsFunc(o.servers, func(s server) bool { return e.actual.servers[s.ID] != nil })
-			_, found, err := e.Verify(context.Background(), key.Service)
+		for sp := range e.desired.services.All() {
+			written := slices.ContainsFunc(e.desired.build(sp).servers, func(s serverClaim) bool { return e.actual.servers.Get(s.id) != nil })
+			_, found, err := e.Verify(context.Background(), sp.Key.Service)
 			missing := slices.ContainsFunc(found, func(d drift.Difference) bool { return d.Kind == drift.VirtualServer && d.State == drift.Missing })
 			if err != nil || written && !missing {
-				t.Fatalf("%s, after ipvsadm -C: %s, %v", key, found.Words(5), err)
+				t.Fatalf("%s, after ipvsadm -C: %s, %v", sp.Key, found.Words(5), err)
 			}
 		}
 	})

@@ -281,30 +281,29 @@ func (s *Sets) sizesOf(names []string) (map[string]int, error) {
 	return sizes, nil
 }
 
-// Entries returns all entries of a set.
-func (s *Sets) Entries(set Set) (map[Entry]struct{}, error) {
+// Entries calls each with all entries of a set; it must not use s. If the set changes meanwhile, it is read again: begin is called before the
+// first entry, each time.
+func (s *Sets) Entries(set Set, begin func(), each func(Entry)) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.entries(set)
+	return s.entries(set, begin, each)
 }
 
-func (s *Sets) entries(set Set) (map[Entry]struct{}, error) {
-	var entries map[Entry]struct{}
-	begin := func() { entries = map[Entry]struct{}{} }
+func (s *Sets) entries(set Set, begin func(), each func(Entry)) error {
 	err := s.dump(setMessage(ipsetList, 0, set.Name, nil), begin, func(body []byte) error {
 		for _, data := range netlink.Attributes(netlink.Attribute(behindHeader(body), setAttrEntries)) {
 			e, err := parseEntry(data, set)
 			if err != nil {
 				return err
 			}
-			entries[e] = struct{}{}
+			each(e)
 		}
 		return nil
 	})
 	if err != nil {
-		return nil, fmt.Errorf("reading ipset %s: %w", set.Name, err)
+		return fmt.Errorf("reading ipset %s: %w", set.Name, err)
 	}
-	return entries, nil
+	return nil
 }
 
 // EntryError is an entry of a set that the kernel refuses.
@@ -386,13 +385,13 @@ func (s *Sets) grow(set Set) error {
 	if actual.maxElem >= most || actual.maxElem == 0 {
 		return fail(fmt.Errorf("it has %d entries", actual.elements))
 	}
-	entries, err := s.entries(set)
-	if err != nil {
+	var entries []Entry
+	if err := s.entries(set, func() { entries = nil }, func(e Entry) { entries = append(entries, e) }); err != nil {
 		return fail(err)
 	}
 	larger := set
 	larger.MaxElem = min(4*actual.maxElem, most)
-	if err := s.replace(larger, slices.Collect(maps.Keys(entries))); err != nil {
+	if err := s.replace(larger, entries); err != nil {
 		return fail(err)
 	}
 	return nil

@@ -57,14 +57,20 @@ var opCommands = [...]struct {
 	DeleteRealServer: {"deleting", commandDelDest, 0},
 }
 
+// typicalBody is the length of the body of a message that adds a virtual server.
+const typicalBody = 140
+
 // Apply carries out ops in order, some two hundred per round trip. It returns nil, or an error (or nil) for each op. A failed op
 // does not keep those after it from being carried out.
 func (s *Servers) Apply(ops []Op) []error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	messages := make([]netlink.Message, len(ops))
+	bodies := make(netlink.Buffer, 0, typicalBody*len(ops))
 	for i, o := range ops {
-		messages[i] = s.command(opCommands[o.Kind].command, o)
+		begin := len(bodies)
+		bodies = appendCommand(bodies, opCommands[o.Kind].command, o)
+		messages[i] = netlink.Message{Type: s.family, Body: bodies[begin:]}
 	}
 	errs := s.conn.Do(messages...)
 	if errs == nil {
@@ -158,7 +164,12 @@ func (o Op) failed(err error) error {
 
 // command returns the message that carries out an op by a certain command.
 func (s *Servers) command(command uint8, o Op) netlink.Message {
-	body := genl(command).Nest(attrService, func(b netlink.Buffer) netlink.Buffer {
+	return netlink.Message{Type: s.family, Body: appendCommand(nil, command, o)}
+}
+
+// appendCommand appends the body of that message.
+func appendCommand(body netlink.Buffer, command uint8, o Op) netlink.Buffer {
+	body = append(body, genl(command)...).Nest(attrService, func(b netlink.Buffer) netlink.Buffer {
 		if command == commandNewService || command == commandSetService {
 			return appendService(b, o.Server)
 		}
@@ -170,5 +181,5 @@ func (s *Servers) command(command uint8, o Op) netlink.Message {
 	case commandDelDest:
 		body = body.Nest(attrDest, func(b netlink.Buffer) netlink.Buffer { return appendRealServerID(b, o.RealServer.Addr) })
 	}
-	return netlink.Message{Type: s.family, Body: body}
+	return body
 }

@@ -1,6 +1,7 @@
 package ipvs
 
 import (
+	"bytes"
 	"encoding/binary"
 	"fmt"
 	"net/netip"
@@ -122,7 +123,9 @@ func appendService(b netlink.Buffer, s Server) netlink.Buffer {
 	if s.Fallback {
 		flags |= flagFallback
 	}
-	b = b.Bytes(serviceFlags, binary.NativeEndian.AppendUint32(binary.NativeEndian.AppendUint32(nil, flags), 0xffffffff)...)
+	flagsAndMask := [8]byte{4: 0xff, 0xff, 0xff, 0xff}
+	binary.NativeEndian.PutUint32(flagsAndMask[:], flags)
+	b = b.Bytes(serviceFlags, flagsAndMask[:]...)
 	b = b.Uint32(serviceTimeout, seconds(s.Persistence))
 	return b.Uint32(serviceNetmask, netmask(s.ID.Family))
 }
@@ -144,10 +147,8 @@ func appendRealServerID(b netlink.Buffer, a netip.AddrPort) netlink.Buffer {
 	return b.Uint16(destFamily, uint16(netlink.Family(plan.FamilyOf(a.Addr()))))
 }
 
-// parseService reads a virtual server and its traffic from the body of a message.
-func parseService(body []byte) (*ActualServer, Traffic, error) {
-	s := &ActualServer{RealServers: map[netip.AddrPort]ActualRealServer{}}
-	var traffic Traffic
+// parseService reads a virtual server, without its real servers, and its traffic from the body of a message.
+func parseService(body []byte) (s ActualServer, traffic Traffic, err error) {
 	var addr []byte
 	var mask uint32
 	exact, persistent := false, false
@@ -167,7 +168,7 @@ func parseService(body []byte) (*ActualServer, Traffic, error) {
 		case serviceMark:
 			s.ID.Mark = uint32(netlink.Number(value))
 		case serviceScheduler:
-			s.Scheduler = netlink.Text(value)
+			s.Scheduler = schedulerName(value)
 		case serviceFlags:
 			flags := netlink.Number(value[:min(4, len(value))])
 			s.Ports, s.Fallback = flags&flagPorts != 0, flags&flagFallback != 0
@@ -195,11 +196,21 @@ func parseService(body []byte) (*ActualServer, Traffic, error) {
 		s.ID.Protocol, s.ID.Port = "", 0
 		return s, traffic, nil
 	}
-	var err error
 	if s.ID.Addr, err = netlink.Addr(addr, s.ID.Family); err != nil {
-		return nil, traffic, fmt.Errorf("virtual server: %w", err)
+		return s, traffic, fmt.Errorf("virtual server: %w", err)
 	}
 	return s, traffic, nil
+}
+
+// schedulerName is a text, which is the same string for all virtual servers with one of the kernel's own schedulers.
+func schedulerName(b []byte) string {
+	b, _, _ = bytes.Cut(b, []byte{0})
+	for _, name := range plan.Schedulers {
+		if name == string(b) {
+			return name
+		}
+	}
+	return string(b)
 }
 
 // inside returns the value of an attribute in the body of a message.

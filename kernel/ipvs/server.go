@@ -16,11 +16,11 @@ import (
 // ServerID identifies a virtual server: by address, protocol and port, or, if Mark is not 0, by the firewall mark of packets of one
 // family.
 type ServerID struct {
-	Family   plan.Family
 	Protocol plan.Protocol
 	Addr     netip.Addr
-	Port     uint16
 	Mark     uint32
+	Port     uint16
+	Family   plan.Family
 }
 
 // String is "TCP 10.96.0.1:443", or "FWM 0x90007530 IPv4".

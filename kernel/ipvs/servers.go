@@ -3,6 +3,7 @@ package ipvs
 import (
 	"errors"
 	"fmt"
+	"hash/maphash"
 	"maps"
 	"net/netip"
 	"sync"
@@ -93,8 +94,9 @@ func (s *Servers) Another() (*Servers, error) {
 func (s *Servers) List(f plan.Family) (map[ServerID]*ActualServer, error) {
 	list := map[ServerID]*ActualServer{}
 	err := s.Each(f, func(v *ActualServer) {
-		v.RealServers = maps.Clone(v.RealServers)
-		list[v.ID] = v
+		is := *v
+		is.RealServers = maps.Clone(v.RealServers)
+		list[v.ID] = &is
 	})
 	return list, err
 }
@@ -110,12 +112,12 @@ func (s *Servers) Each(f plan.Family, each func(*ActualServer)) error {
 func (s *Servers) EachOnce(f plan.Family, each func(*ActualServer)) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.each(f, func(family uint16) (map[ServerID]service, error) { return services(s.conn, family) }, each)
+	return s.each(f, func(family uint16) ([]service, error) { return services(s.conn, family) }, each)
 }
 
 // each reads the real servers of virtual servers of IPv4 by socket options, which takes one system call for each instead of three, and a
 // buffer of a hundred bytes for each instead of 32 KiB. What these do not show, and what changes meanwhile, it reads by netlink.
-func (s *Servers) each(f plan.Family, services func(uint16) (map[ServerID]service, error), each func(*ActualServer)) error {
+func (s *Servers) each(f plan.Family, services func(uint16) ([]service, error), each func(*ActualServer)) error {
 	all, err := services(s.family)
 	if err != nil {
 		return fmt.Errorf("listing virtual servers: %w", err)
@@ -128,18 +130,19 @@ func (s *Servers) each(f plan.Family, services func(uint16) (map[ServerID]servic
 		}
 	}
 	realServers := map[netip.AddrPort]ActualRealServer{}
-	for id, v := range all {
-		if id.Family != f {
+	for i := range all {
+		v := &all[i].server
+		if v.ID.Family != f {
 			continue
 		}
 		clear(realServers)
-		v.server.RealServers = realServers
-		if n, is := counted[id]; !is || !s.counts.realServers(v.server, n) {
-			if err := s.realServers(v.server); err != nil {
-				return fmt.Errorf("listing the real servers of virtual server %s: %w", id, err)
+		v.RealServers = realServers
+		if n, is := counted[v.ID]; !is || !s.counts.realServers(v, n) {
+			if err := s.realServers(v); err != nil {
+				return fmt.Errorf("listing the real servers of virtual server %s: %w", v.ID, err)
 			}
 		}
-		each(v.server)
+		each(v)
 	}
 	return nil
 }
@@ -152,17 +155,17 @@ func (s *Servers) Get(id ServerID) (*ActualServer, error) {
 	if errors.Is(err, unix.ESRCH) {
 		return nil, nil
 	}
-	var h *ActualServer
+	var h ActualServer
 	if err == nil {
 		h, _, err = parseService(body)
 	}
-	if err == nil {
-		err = s.realServers(h)
+	if h.RealServers = map[netip.AddrPort]ActualRealServer{}; err == nil {
+		err = s.realServers(&h)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("reading virtual server %s: %w", id, err)
 	}
-	return h, nil
+	return &h, nil
 }
 
 // RealServers returns the real servers of a virtual server, which probably has n of them, with the numbers of their connections; nil if
@@ -193,7 +196,7 @@ func (s *Servers) counted(id ServerID, n int) map[netip.AddrPort]ActualRealServe
 // it may be called after Close, and does not wait for other calls.
 func (s *Servers) Stats() (map[ServerID]Traffic, error) {
 	dumps, err := dialLists()
-	var all map[ServerID]service
+	var all []service
 	if err == nil {
 		defer dumps.Close()
 		all, err = dumps.services(s.family)
@@ -202,14 +205,14 @@ func (s *Servers) Stats() (map[ServerID]Traffic, error) {
 		return nil, fmt.Errorf("reading the counters of virtual servers: %w", err)
 	}
 	stats := make(map[ServerID]Traffic, len(all))
-	for id, v := range all {
-		stats[id] = v.traffic
+	for _, v := range all {
+		stats[v.server.ID] = v.traffic
 	}
 	return stats, nil
 }
 
 type service struct {
-	server  *ActualServer
+	server  ActualServer // without real servers
 	traffic Traffic
 }
 
@@ -237,32 +240,38 @@ func (l lists) Close() error {
 	return errors.Join(errs...)
 }
 
-// services dumps all virtual servers, without their real servers, at least twice, until two consecutive dumps have the same ones. Between two
+// services dumps all virtual servers at least twice, until two consecutive dumps have the same ones. Between two
 // parts of a dump, the kernel remembers only how many servers it has passed, including those of all other network namespaces. So if any of
 // these, of a container say, are added or deleted meanwhile, others are missing from the dump or in it twice, and the kernel does not report
 // that. Consecutive dumps are divided at different places, so that changes in step with them do not hide the same servers twice.
-func (l lists) services(family uint16) (map[ServerID]service, error) {
-	var all map[ServerID]service
-	n := 0
-	err := netlink.Retry(func() (err error) {
-		before := all
+func (l lists) services(family uint16) (all []service, err error) {
+	var ids map[uint64]struct{} // hashes of all
+	seed, n := maphash.MakeSeed(), 0
+	err = netlink.Retry(func() (err error) {
+		before := ids
 		n++
-		all, err = services(l[n%len(l)], family)
-		if err == nil && (before == nil || !maps.EqualFunc(all, before, func(service, service) bool { return true })) {
+		if all, err = services(l[n%len(l)], family); err != nil {
+			return err
+		}
+		ids = make(map[uint64]struct{}, len(all))
+		for i := range all {
+			ids[maphash.Comparable(seed, all[i].server.ID)] = struct{}{}
+		}
+		if before == nil || !maps.Equal(ids, before) {
+			all = nil
 			return netlink.ErrInterrupted
 		}
-		return err
+		return nil
 	})
 	return all, err
 }
 
-// services dumps all virtual servers once.
-func services(c *netlink.Conn, family uint16) (map[ServerID]service, error) {
-	all := map[ServerID]service{}
-	err := c.Dump(netlink.Message{Type: family, Body: genl(commandGetService)}, func(body []byte) error {
+// services dumps all virtual servers once. Some may be in it twice.
+func services(c *netlink.Conn, family uint16) (all []service, err error) {
+	err = c.Dump(netlink.Message{Type: family, Body: genl(commandGetService)}, func(body []byte) error {
 		h, t, err := parseService(body)
 		if err == nil {
-			all[h.ID] = service{h, t}
+			all = append(all, service{h, t})
 		}
 		return err
 	})

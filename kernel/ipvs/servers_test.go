@@ -269,9 +269,9 @@ func TestSchedulerProbe(t *testing.T) {
 			default:
 			}
 			list, err := other.dumps.services(other.family)
-			for id := range list {
-				if id.Mark == 0 {
-					err = errors.Join(err, fmt.Errorf("there is a virtual server %s", id))
+			for _, v := range list {
+				if v.server.ID.Mark == 0 {
+					err = errors.Join(err, fmt.Errorf("there is a virtual server %s", v.server.ID))
 				}
 			}
 			if err != nil && !errors.Is(err, netlink.ErrInterrupted) {
