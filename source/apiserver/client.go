@@ -35,7 +35,7 @@ type ClientConfig struct {
 	// means protobuf, with JSON as the alternative for answers.
 	AcceptContentTypes, ContentType string
 	// QPS and Burst limit requests to the API server: QPS per second in the long run, Burst at once. Zero means 5 and 10. A
-	// negative QPS lifts the limit. An open watch counts as one request.
+	// negative QPS lifts the limit. Watches are not limited.
 	QPS   float32
 	Burst int
 	// UserAgent names the program to the API server; empty means client-go's own text.
