@@ -36,7 +36,11 @@ func (r *rules) chains(bare digests) iter.Seq[xtables.Chain] {
 	return func(yield func(xtables.Chain) bool) {
 		inOrder := func(a, b *plan.ServicePort) int { return a.Key.Compare(b.Key) }
 		for _, sp := range slices.SortedFunc(r.services.All(), inOrder) {
-			for _, c := range r.inForce(sp).chains {
+			inForce, is := r.spared[sp.Key]
+			if !is { // Its entries, which take the longer time to make, are not needed.
+				inForce.chains = r.builder(sp).chains()
+			}
+			for _, c := range inForce.chains {
 				if !yield(c) {
 					return
 				}
