@@ -41,7 +41,8 @@ func (e *engine) snapshot() *comparison {
 	}
 	c := &comparison{engine: e, rules: e.current.snapshot(), full: e.full, before: e.right, right: digests{},
 		readings: map[names.Table]*xtables.Reading{}, rest: map[names.Table]map[string]bool{}, lost: map[names.Table]bool{},
-		part: map[names.Table][]xtables.Chain{}, size: map[names.Table]int{}}
+		unread: map[tableChainName]bool{},
+		part:   map[names.Table][]xtables.Chain{}, size: map[names.Table]int{}}
 	e.touched, e.right = map[tableChainName]bool{}, nil
 	return c
 }
@@ -107,6 +108,7 @@ type comparison struct {
 	// have lost a chain of another program.
 	before, right digests
 	lost          map[names.Table]bool
+	unread        map[tableChainName]bool // what is right by its digest, as long as no program has read it
 	differs       []xtables.Change
 }
 
@@ -168,6 +170,7 @@ func (c *comparison) compare() (few bool, err error) {
 		if few, err = c.compareRest(t); err != nil || !few {
 			return few, err
 		}
+		c.readings[t].End(func(chain string) bool { return c.unread[tableChainName{t, chain}] })
 	}
 	c.allowLocalnet()
 	return true, nil
@@ -194,7 +197,7 @@ func (c *comparison) recognize(t names.Table) error {
 	}
 	for i, name := range known {
 		if at := (tableChainName{t, name}); now[i] == c.before[at] {
-			c.right[at] = now[i]
+			c.right[at], c.unread[at] = now[i], true
 		}
 	}
 	return nil
@@ -230,7 +233,9 @@ func (c *comparison) reading(t names.Table, chains []string, read func() (right 
 		if !right {
 			now[i] = 0
 		}
-		c.right[tableChainName{t, name}] = now[i]
+		at := tableChainName{t, name}
+		c.right[at] = now[i]
+		delete(c.unread, at)
 	}
 	return nil
 }
@@ -274,7 +279,7 @@ func (c *comparison) compareRest(t names.Table) (few bool, err error) {
 	if !c.lost[t] && !slices.ContainsFunc(rest, func(name string) bool { return c.right[tableChainName{t, name}] == 0 }) {
 		return true, nil
 	}
-	err = c.reading(t, rest, func() (right bool, err error) {
+	return few, c.reading(t, rest, func() (right bool, err error) {
 		actual := xtables.Content{}
 		for list := range slices.Chunk(rest, partOfRest) {
 			some, err := c.readings[t].Chains(c.ctx, list)
@@ -292,10 +297,6 @@ func (c *comparison) compareRest(t names.Table) (few bool, err error) {
 		}
 		return len(changes) == 0, nil
 	})
-	if err == nil {
-		c.readings[t].End()
-	}
-	return few, err
 }
 
 // note notes what differs, and reports whether all of that can be put right beside syncs.

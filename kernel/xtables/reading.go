@@ -21,8 +21,9 @@ type Reading struct {
 	// Digests returns a number for each of some chains, in their order, as nft.Digests does. It costs a small part of what it costs to read
 	// them. It is nil where there are no such numbers.
 	Digests func(names []string) ([]uint64, error)
-	// End is to be called when all chains have been read, at least those of other programs.
-	End func()
+	// End is to be called when all chains have been read but those for which unread returns true, which are as they were when they were read
+	// the last time.
+	End func(unread func(chain string) bool)
 }
 
 // ReadingOf returns a Reading of a table that has been read as a whole.
@@ -38,7 +39,7 @@ func ReadingOf(content Content) *Reading {
 			}
 			return out, nil
 		},
-		End: func() {},
+		End: func(func(string) bool) {},
 	}
 }
 
@@ -150,8 +151,16 @@ func (r *chainReader) some(ctx context.Context, wanted []string, known []Content
 	return nil, failed
 }
 
-// end reports native rules.
-func (r *chainReader) end() {
-	slices.Sort(r.native)
-	r.reportNative(r.table, slices.Compact(r.native))
+// end reports native rules: those in what has been read, and those that are known in chains that are unread.
+func (r *chainReader) end(unread func(chain string) bool) {
+	r.nativeMu.Lock()
+	native := slices.Clone(r.native)
+	for _, chain := range r.Program.native[r.table] {
+		if unread(chain) {
+			native = append(native, chain)
+		}
+	}
+	r.nativeMu.Unlock()
+	slices.Sort(native)
+	r.reportNative(r.table, slices.Compact(native))
 }
