@@ -165,6 +165,8 @@ type engine struct {
 	// nil if there is none.
 	full    int
 	touched map[tableChainName]bool
+	// right are all chains in the state in which the last comparison found them right; nil where none has, and while one is under way.
+	right digests
 	// asItShould is the generation of nf_tables in which all was as it should be when it was compared last; 0 for none. No sync uses it.
 	asItShould uint32
 	// kept is what the kernel had, before this program wrote anything, for ServicePorts that are not known; nil where all are.
@@ -204,10 +206,8 @@ func (e *engine) Sync(ctx context.Context, p *plan.Plan, change plan.Change) err
 // syncChanged writes what differs between two plans of which the first is in the kernel.
 func (e *engine) syncChanged(ctx context.Context, p *plan.Plan, changed plan.Keys) error {
 	steps := e.current.update(p, changed)
-	if e.touched != nil {
-		for _, c := range slices.Concat(steps...) {
-			e.touched[tableChainName{c.Table, c.Chain}] = true
-		}
+	for _, c := range slices.Concat(steps...) {
+		e.touch(tableChainName{c.Table, c.Chain})
 	}
 	e.counts.partial = true
 	if err := e.Write(ctx, nil, steps...); err != nil {

@@ -26,15 +26,49 @@ func (r *rules) snapshot() *rules {
 	return &s
 }
 
+// digests are the digests of chains (xtables.Reading.Digests); 0 of a chain that has to be compared.
+type digests map[tableChainName]uint64
+
+// has reports whether the digest of a chain is known.
+func (d digests) has(c xtables.Chain) bool { return d[tableChainName{c.Table, c.Name}] != 0 }
+
 // snapshot begins a comparison; nil if it is not known what the kernel should hold, or if a sync of everything has something to try.
-func (e *engine) snapshot() (s *rules, full int) {
+func (e *engine) snapshot() *comparison {
 	e.syncing.Lock()
 	defer e.syncing.Unlock()
 	if !e.comparable() {
-		return nil, 0
+		return nil
 	}
-	e.touched = map[tableChainName]bool{}
-	return e.current.snapshot(), e.full
+	c := &comparison{engine: e, rules: e.current.snapshot(), full: e.full, before: e.right, right: digests{},
+		readings: map[names.Table]*xtables.Reading{}, rest: map[names.Table]map[string]bool{}, lost: map[names.Table]bool{},
+		unread: map[tableChainName]bool{},
+		part:   map[names.Table][]xtables.Chain{}, size: map[names.Table]int{}}
+	e.touched, e.right = map[tableChainName]bool{}, nil
+	return c
+}
+
+// end ends a comparison, which has compared everything or has not.
+func (c *comparison) end(everything bool) {
+	c.syncing.Lock()
+	defer c.syncing.Unlock()
+	if everything && len(c.right) > 0 && c.current != nil && c.engine.full == c.full {
+		c.engine.right = c.right
+	}
+	touched := c.touched
+	c.touched = nil
+	for name := range touched {
+		c.touch(name)
+	}
+}
+
+// touch notes that a chain is written. Syncs must not run, but for the caller's.
+func (e *engine) touch(name tableChainName) {
+	if e.touched != nil {
+		e.touched[name] = true
+	}
+	if e.right != nil {
+		e.right[name] = 0
+	}
 }
 
 // comparable reports whether it is known what the kernel should hold, and no sync of everything has something to try.
@@ -56,6 +90,9 @@ func (e *engine) unchanged() bool {
 
 // comparison is the work of one CompareBeside. While the tables are read, syncs go on. What they have written since the comparison
 // began is as it should be, unless others have changed it since: that is noticed, and leads to another one.
+//
+// A chain that is what it was when it was found right, and that no sync has written since, is right: to tell that by its digest takes a small
+// part of the time that it takes to make the rules of the chain, and to read them by a program of iptables.
 type comparison struct {
 	*engine
 	ctx   context.Context
@@ -67,25 +104,26 @@ type comparison struct {
 	rest     map[names.Table]map[string]bool
 	part     map[names.Table][]xtables.Chain
 	size     map[names.Table]int // of part
-	differs  []xtables.Change
+	// before are the digests of the comparison before, and right those of what is right by them or by this one. lost are the tables that
+	// have lost a chain of another program.
+	before, right digests
+	lost          map[names.Table]bool
+	unread        map[tableChainName]bool // what is right by its digest, as long as no program has read it
+	differs       []xtables.Change
 }
 
 // CompareBeside implements backend.Engine.
 func (e *engine) CompareBeside(ctx context.Context) (found drift.Found, again bool, err error) {
 	generation := e.Kernel.Generation()
-	s, full := e.snapshot()
-	if s == nil {
+	c := e.snapshot()
+	if c == nil {
 		return nil, true, nil
 	}
+	c.ctx = ctx
 	e.asItShould = 0
-	defer func() {
-		e.syncing.Lock()
-		defer e.syncing.Unlock()
-		e.touched = nil
-	}()
-	c := &comparison{engine: e, ctx: ctx, rules: s, full: full, readings: map[names.Table]*xtables.Reading{},
-		rest: map[names.Table]map[string]bool{}, part: map[names.Table][]xtables.Chain{}, size: map[names.Table]int{}}
-	if few, err := c.compare(); err != nil || !few {
+	few := false
+	defer func() { c.end(few) }()
+	if few, err = c.compare(); !few {
 		return nil, true, err
 	}
 	if len(c.differs) == 0 {
@@ -104,10 +142,20 @@ func (c *comparison) compare() (few bool, err error) {
 		for _, name := range c.readings[t].Names {
 			c.rest[t][name] = true
 		}
+		if err := c.recognize(t); err != nil {
+			return false, err
+		}
+	}
+	if c.recognizedAll() {
+		c.allowLocalnet()
+		return true, nil
 	}
 	few = true
-	for chain := range c.rules.chains() {
+	for chain := range c.rules.chains(c.right) {
 		t := chain.Table
+		if delete(c.rest[t], chain.Name); c.right.has(chain) {
+			continue
+		}
 		c.part[t] = append(c.part[t], chain)
 		if c.size[t] += 1 + len(chain.Rules); c.size[t] >= partOfTable {
 			if few, err = c.comparePart(t); err != nil || !few {
@@ -122,50 +170,133 @@ func (c *comparison) compare() (few bool, err error) {
 		if few, err = c.compareRest(t); err != nil || !few {
 			return few, err
 		}
-		c.readings[t].End()
+		c.readings[t].End(func(chain string) bool { return c.unread[tableChainName{t, chain}] })
 	}
+	c.allowLocalnet()
 	return true, nil
+}
+
+// recognize finds the chains of a table that are as they were when they were found right.
+func (c *comparison) recognize(t names.Table) error {
+	var known []string
+	for chain, digest := range c.before {
+		switch {
+		case chain.table != t:
+		case !c.rest[t][chain.name]:
+			c.lost[t] = c.lost[t] || !names.OfService(chain.name)
+		case digest != 0:
+			known = append(known, chain.name)
+		}
+	}
+	if len(known) == 0 {
+		return nil
+	}
+	now, err := c.readings[t].Digests(known)
+	if err != nil {
+		return err
+	}
+	for i, name := range known {
+		if at := (tableChainName{t, name}); now[i] == c.before[at] {
+			c.right[at], c.unread[at] = now[i], true
+		}
+	}
+	return nil
+}
+
+// recognizedAll reports whether the tables consist of what was found right.
+func (c *comparison) recognizedAll() bool {
+	there := 0
+	for _, r := range c.readings {
+		there += len(r.Names)
+	}
+	return len(c.right) > 0 && len(c.right) == len(c.before) && len(c.right) == there
+}
+
+// reading calls read, which reads chains and reports whether they are right, and keeps their digests if they are, and if nothing at all has
+// changed meanwhile.
+func (c *comparison) reading(t names.Table, chains []string, read func() (right bool, err error)) error {
+	if c.readings[t].Digests == nil {
+		_, err := read()
+		return err
+	}
+	generation := c.Kernel.Generation()
+	now, err := c.readings[t].Digests(chains)
+	if err != nil {
+		return err
+	}
+	right, err := read()
+	if err != nil {
+		return err
+	}
+	right = right && generation != 0 && c.Kernel.Generation() == generation
+	for i, name := range chains {
+		if !right {
+			now[i] = 0
+		}
+		at := tableChainName{t, name}
+		c.right[at] = now[i]
+		delete(c.unread, at)
+	}
+	return nil
+}
+
+// allowLocalnet makes the kernel setting that node ports at localhost need.
+func (c *comparison) allowLocalnet() {
+	if c.rules.localnet() {
+		c.syncing.Lock()
+		defer c.syncing.Unlock()
+		c.openLocalnet()
+	}
 }
 
 // comparePart compares the next chains of a table.
 func (c *comparison) comparePart(t names.Table) (few bool, err error) {
 	part := c.part[t]
+	if len(part) == 0 {
+		return true, nil
+	}
 	c.part[t], c.size[t] = nil, 0
 	list, known := make([]string, 0, len(part)), make(xtables.Content, len(part))
 	for _, chain := range part {
 		list, known[chain.Name] = append(list, chain.Name), chain.Rules
-		delete(c.rest[t], chain.Name)
 	}
-	actual, err := c.readings[t].Chains(c.ctx, list, known)
-	if err != nil {
-		return false, err
-	}
-	return c.note(xtables.Diff(t, xtables.Desired{Chains: part}, actual)), nil
-}
-
-// compareRest compares what a table has besides: jumps from built-in chains, and chains that should not be there. To know what leads
-// to those, it reads the chains of others too.
-func (c *comparison) compareRest(t names.Table) (few bool, err error) {
-	actual := xtables.Content{}
-	for list := range slices.Chunk(slices.Sorted(maps.Keys(c.rest[t])), partOfRest) {
-		some, err := c.readings[t].Chains(c.ctx, list)
+	err = c.reading(t, list, func() (right bool, err error) {
+		actual, err := c.readings[t].Chains(c.ctx, list, known)
 		if err != nil {
 			return false, err
 		}
-		maps.Copy(actual, some)
+		changes := xtables.Diff(t, xtables.Desired{Chains: part}, actual)
+		few = c.note(changes)
+		return len(changes) == 0, nil
+	})
+	return few, err
+}
+
+// compareRest compares what a table has besides: jumps from built-in chains, and chains that should not be there. To know what leads
+// to those, it reads the chains of others too, unless all are as they were.
+func (c *comparison) compareRest(t names.Table) (few bool, err error) {
+	rest := slices.Sorted(maps.Keys(c.rest[t]))
+	if !c.lost[t] && !slices.ContainsFunc(rest, func(name string) bool { return c.right[tableChainName{t, name}] == 0 }) {
+		return true, nil
 	}
-	d := xtables.Desired{Jumps: jumps(c.rules.localnet()), StaleJump: ofOtherMode}
-	d.Stale = func(t names.Table, name string) bool { return names.OfService(name) || ofOtherMode(t, name) }
-	few = c.note(xtables.Diff(t, d, actual))
-	if t == names.Filter && c.rules.localnet() {
-		if !slices.Contains(actual[names.KubeletFirewall], localnetGuard()) {
-			return false, nil
+	return few, c.reading(t, rest, func() (right bool, err error) {
+		actual := xtables.Content{}
+		for list := range slices.Chunk(rest, partOfRest) {
+			some, err := c.readings[t].Chains(c.ctx, list)
+			if err != nil {
+				return false, err
+			}
+			maps.Copy(actual, some)
 		}
-		c.syncing.Lock()
-		c.openLocalnet()
-		c.syncing.Unlock()
-	}
-	return few, nil
+		d := xtables.Desired{Jumps: jumps(c.rules.localnet()), StaleJump: ofOtherMode}
+		d.Stale = func(t names.Table, name string) bool { return names.OfService(name) || ofOtherMode(t, name) }
+		changes := xtables.Diff(t, d, actual)
+		few = c.note(changes)
+		if t == names.Filter && c.rules.localnet() && !slices.Contains(actual[names.KubeletFirewall], localnetGuard()) {
+			few = false
+		}
+		return len(changes) == 0, nil
+	})
 }
 
 // note notes what differs, and reports whether all of that can be put right beside syncs.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"runtime"
 	"slices"
 	"sync"
@@ -255,6 +256,96 @@ func TestUnchanged(t *testing.T) {
 	})
 }
 
+// TestRecognized: a comparison reads the rules of no chain that is as it was when it was found right, and of all that are not, whoever has
+// written them.
+func TestRecognized(t *testing.T) {
+	t.Parallel()
+	e, k := fakeEngine(plan.IPv4)
+	e.options.CompactAbove = 0
+	var read []string
+	others := func() {}
+	e.Kernel = &noting{Kernel: k, note: func(list []string) {
+		read = append(read, list...)
+		others()
+	}}
+	p := plantest.Large(600, 2)
+	program(t, e, p, plan.Everything())
+	compare := func(after string, found int, want ...string) {
+		t.Helper()
+		read = nil
+		f, again, err := e.CompareBeside(t.Context())
+		if len(f) != found || again || err != nil {
+			t.Errorf("after %s: found %v, %t, %v", after, f, again, err)
+		}
+		if slices.Sort(read); !slices.Equal(slices.Compact(read), want) {
+			t.Errorf("after %s: read %q, want %q", after, read, want)
+		}
+	}
+	nat, filter := slices.Collect(maps.Keys(k.Tables[names.NAT])), slices.Collect(maps.Keys(k.Tables[names.Filter]))
+	all := slices.Compact(slices.Sorted(slices.Values(slices.Concat(nat, filter))))
+	compare("a start", 0, all...)
+	compare("a comparison", 0)
+
+	before := maps.Clone(k.Tables[names.NAT])
+	sp := plantest.LargeService(7, 2000, 2)
+	p.Set(sp)
+	program(t, e, p, plan.Only(plan.Keys{sp.Key: {}}))
+	var written []string
+	for name, rules := range k.Tables[names.NAT] {
+		if was, there := before[name]; !there || !slices.Equal(was, rules) {
+			written = append(written, name)
+		}
+	}
+	slices.Sort(written)
+	compare("a change", 0, written...)
+	compare("its comparison", 0)
+
+	k.Tables[names.NAT][written[0]] = k.Tables[names.NAT][written[0]][1:]
+	compare("a foreign change", 1, written[0])
+	compare("its repair", 0, written[0])
+	compare("a comparison of that", 0)
+	k.Tables[names.NAT] = maps.Clone(k.Tables[names.NAT])
+	delete(k.Tables[names.NAT], written[0])
+	compare("a foreign removal", 1, written[0])
+	compare("its repair", 0, written[0])
+
+	k.Tables[names.Filter]["OTHERS"] = []string{"-j ACCEPT"}
+	var rest []string
+	for name := range k.Tables[names.Filter] {
+		if !names.IsOurs(names.Filter, name) {
+			rest = append(rest, name)
+		}
+	}
+	slices.Sort(rest)
+	compare("a foreign chain", 0, rest...)
+	compare("a comparison of that", 0)
+	delete(k.Tables[names.Filter], "OTHERS")
+	compare("its removal", 0, slices.DeleteFunc(rest, func(name string) bool { return name == "OTHERS" })...)
+
+	e.right[tableChainName{names.NAT, written[0]}] = 0
+	others = func() { k.Tables[names.Mangle]["OTHERS"] = append(k.Tables[names.Mangle]["OTHERS"], "-j ACCEPT") }
+	compare("a part that is to be read", 0, written[0])
+	others = func() {}
+	compare("a foreign change while it was read", 0, written[0])
+	compare("none", 0)
+}
+
+// noting notes which chains are read.
+type noting struct {
+	xtables.Kernel
+	note func(chains []string)
+}
+
+func (n *noting) Read(ctx context.Context, t names.Table) (*xtables.Reading, error) {
+	r, err := n.Kernel.Read(ctx, t)
+	chains := r.Chains
+	r.Chains = func(ctx context.Context, list []string, known ...xtables.Content) (xtables.Content, error) {
+		n.note(list)
+		return chains(ctx, list, known...)
+	}
+	return r, err
+}
+
 // lockedKernel may be used concurrently.
 type lockedKernel struct {
 	*xtablestest.Kernel
@@ -270,7 +361,20 @@ func (k *lockedKernel) Restore(input string) error {
 func (k *lockedKernel) Read(ctx context.Context, t names.Table) (*xtables.Reading, error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	return k.Kernel.Read(ctx, t)
+	r, err := k.Kernel.Read(ctx, t)
+	digests := r.Digests
+	r.Digests = func(chains []string) ([]uint64, error) {
+		k.mu.Lock()
+		defer k.mu.Unlock()
+		return digests(chains)
+	}
+	return r, err
+}
+
+func (k *lockedKernel) Generation() uint32 {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return k.Kernel.Generation()
 }
 
 // TestCompareConcurrently is for the race detector.

@@ -144,9 +144,15 @@ func (d *dispatch) top() []subtree {
 	return []subtree{subtreeOf(d.root, d.place.levels())}
 }
 
-// chains calls do for the dispatcher's chain and all below it, those below first.
-func (d *dispatch) chains(do func(xtables.Chain)) {
-	d.walk(func(n subtree) { do(d.chain(n)) })
+// chains calls do for the dispatcher's chain and all below it, those below first; for those that are in bare, without their rules.
+func (d *dispatch) chains(bare digests, do func(xtables.Chain)) {
+	d.walk(func(n subtree) {
+		if c := (xtables.Chain{Table: d.place.table, Name: d.name(n.prefix)}); bare.has(c) {
+			do(c)
+		} else {
+			do(d.chain(n))
+		}
+	})
 	do(d.rootChain())
 }
 

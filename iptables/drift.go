@@ -27,16 +27,20 @@ func (r *rules) desired() xtables.Desired {
 		Jumps: jumps(false), // without those to KUBE-FIREWALL
 		Stale: func(_ names.Table, name string) bool { return names.OfService(name) },
 	}
-	d.Chains = slices.Collect(r.chains())
+	d.Chains = slices.Collect(r.chains(nil))
 	return d
 }
 
-// chains are all chains of ours, those of a ServicePort after each other.
-func (r *rules) chains() iter.Seq[xtables.Chain] {
+// chains are all chains of ours, those of a ServicePort after each other. Chains that are in bare may come without their rules.
+func (r *rules) chains(bare digests) iter.Seq[xtables.Chain] {
 	return func(yield func(xtables.Chain) bool) {
 		inOrder := func(a, b *plan.ServicePort) int { return a.Key.Compare(b.Key) }
 		for _, sp := range slices.SortedFunc(r.services.All(), inOrder) {
-			for _, c := range r.inForce(sp).chains {
+			inForce, is := r.spared[sp.Key]
+			if !is { // Its entries, which take the longer time to make, are not needed.
+				inForce.chains = r.builder(sp).chains()
+			}
+			for _, c := range inForce.chains {
 				if !yield(c) {
 					return
 				}
@@ -47,6 +51,6 @@ func (r *rules) chains() iter.Seq[xtables.Chain] {
 				return
 			}
 		}
-		r.fixed()(yield)
+		r.fixed(bare)(yield)
 	}
 }

@@ -23,6 +23,7 @@ var tables = []names.Table{names.Filter, names.NAT}
 // leads to it, and removes at last what nothing wants any more.
 func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 	e.full++
+	e.right = nil
 	f := &fullSync{engine: e, ctx: ctx, actual: map[names.Table]xtables.Content{}, rules: rulesOf(p, e.family, e.options),
 		wanted: map[tableChainName]bool{}}
 	var err error
@@ -32,7 +33,7 @@ func (e *engine) syncAll(ctx context.Context, p *plan.Plan) error {
 			return err
 		}
 		if _, held := f.actual[t][names.Services]; held && known == nil { // The other table has many rules, most of them as they are to be.
-			known = xtables.Desired{Chains: slices.Collect(f.rules.fixed())}.Content()
+			known = xtables.Desired{Chains: slices.Collect(f.rules.fixed(nil))}.Content()
 		}
 	}
 	if e.current != nil {
@@ -164,7 +165,7 @@ func (f *fullSync) foundation(p *plan.Plan, services []*plan.ServicePort) error 
 			first.enter(sp)
 			chains = append(chains, first.builder(sp).chains()...)
 		}
-		for c := range first.fixed() {
+		for c := range first.fixed(nil) {
 			// What is there may serve more than the critical ones; it is not to serve less meanwhile.
 			if len(before[c.Table][c.Name]) == 0 {
 				chains = append(chains, c)

@@ -152,6 +152,33 @@ func TestNativeRuleInOurChain(t *testing.T) {
 	})
 }
 
+// TestNativeRulesUnread: a chain with native rules that comparisons need not read again has them all the same, until they are gone.
+func TestNativeRulesUnread(t *testing.T) {
+	nstest.Run(t, func() {
+		e := realEngine(t, xtables.NFT, plan.IPv4)
+		var told []xtables.NativeRules
+		e.Kernel.(*xtables.Program).OnNativeRules = func(n xtables.NativeRules) { told = append(told, n) }
+		p := plantest.Large(30, 3)
+		program(t, e, p, plan.Everything())
+		compare := func(after string, want int) {
+			t.Helper()
+			if found, again, err := e.CompareBeside(t.Context()); len(found) > 0 || again || err != nil || len(told) != want {
+				t.Errorf("after %s: found %v, %t, %v; told of %v", after, found, again, err, told)
+			}
+		}
+		compare("a start", 0)
+		addNative(t, "add", plan.IPv4, "{} nat POSTROUTING masquerade")
+		compare("a native rule", 1)
+		compare("that", 1)
+		sp := plantest.LargeService(3, 5000, 2)
+		p.Set(sp)
+		program(t, e, p, plan.Only(plan.Keys{sp.Key: {}}))
+		compare("a change", 1)
+		removeNative(t, "nat", "POSTROUTING")
+		compare("its removal", 2)
+	})
+}
+
 // TestManyNativeChains: a table in which a chain has a name that iptables takes for too long, or more chains have native rules than
 // are worth a run of a program each, is read all the same, with what leads from there to chains of ours.
 func TestManyNativeChains(t *testing.T) {

@@ -55,7 +55,7 @@ func desired(p *plan.Plan, f plan.Family, o Options) map[names.Table][]xtables.C
 		own = append(own, r.builder(sp).chains()...)
 	}
 	out := r.builtin()
-	for _, c := range slices.Concat(slices.Collect(r.fixed()), own) {
+	for _, c := range slices.Concat(slices.Collect(r.fixed(nil)), own) {
 		out[c.Table] = append(out[c.Table], c)
 	}
 	return out

@@ -115,7 +115,7 @@ func (f *fullSync) dispatchAtOnce(todo []xtables.Change) (bool, error) {
 // fixedTodo is what is to change in the chains that are not a ServicePort's own.
 func (f *fullSync) fixedTodo() []xtables.Change {
 	var todo []xtables.Change
-	for c := range f.rules.fixed() {
+	for c := range f.rules.fixed(nil) {
 		f.wanted[tableChainName{c.Table, c.Name}] = true
 		todo = append(todo, f.differing(c)...)
 	}

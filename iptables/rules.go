@@ -216,7 +216,8 @@ var dispatcherOrder = [dispatchers]dispatcherID{
 }
 
 // fixed are all chains that are not a ServicePort's own, those that others lead to first. The rules of each are made when it is its turn.
-func (r *rules) fixed() iter.Seq[xtables.Chain] {
+// Chains that are in bare may come without their rules.
+func (r *rules) fixed(bare digests) iter.Seq[xtables.Chain] {
 	return func(yield func(xtables.Chain) bool) {
 		for _, c := range r.common() {
 			if !yield(r.kept.around(c)) {
@@ -225,7 +226,7 @@ func (r *rules) fixed() iter.Seq[xtables.Chain] {
 		}
 		ended := false
 		for _, id := range dispatcherOrder {
-			r.dispatcher(id, &r.tries).chains(func(c xtables.Chain) { ended = ended || !yield(c) })
+			r.dispatcher(id, &r.tries).chains(bare, func(c xtables.Chain) { ended = ended || !yield(c) })
 		}
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"hash/maphash"
 	"slices"
 
 	"golang.org/x/sys/unix"
@@ -77,6 +78,53 @@ func Rules[T any](f plan.Family, table, chain string, read func(attrs []byte) T)
 		return list(f, table, unix.NFT_MSG_GETRULE, nil, read)
 	}
 	return list(f, table, unix.NFT_MSG_GETRULE, func(b netlink.Buffer) netlink.Buffer { return b.Text(unix.NFTA_RULE_CHAIN, chain) }, read)
+}
+
+// Digests returns a number for each of some chains of a table, in their order. It is another one where a chain's rules are: if any is added,
+// removed or replaced, also by an equal one. What the rules count does not matter. A chain that does not exist has the number of one
+// without rules. Numbers are comparable within one process.
+func Digests(f plan.Family, table string, chains []string) ([]uint64, error) {
+	c, err := Dial()
+	if err != nil {
+		return nil, err
+	}
+	defer c.Close()
+	var h maphash.Hash
+	h.SetSeed(digestSeed)
+	out := make([]uint64, len(chains))
+	for i, chain := range chains {
+		ofChain := func(b netlink.Buffer) netlink.Buffer { return b.Text(unix.NFTA_RULE_CHAIN, chain) }
+		if err := c.dump(f, table, unix.NFT_MSG_GETRULE, ofChain, h.Reset, func(attrs []byte) { digest(&h, attrs) }); err != nil {
+			return nil, err
+		}
+		out[i] = h.Sum64()
+	}
+	return out, nil
+}
+
+var digestSeed = maphash.MakeSeed()
+
+// digest adds a rule to a digest, given its attributes, but for what it counts.
+func digest(h *maphash.Hash, attrs []byte) {
+	add := func(kind uint16, value []byte) {
+		var head [4]byte
+		binary.NativeEndian.PutUint16(head[:], kind)
+		binary.NativeEndian.PutUint16(head[2:], uint16(len(value)))
+		_, _ = h.Write(head[:])
+		_, _ = h.Write(value)
+	}
+	for kind, value := range netlink.Attributes(attrs) {
+		if kind != unix.NFTA_RULE_EXPRESSIONS {
+			add(kind, value)
+			continue
+		}
+		for kind, expr := range netlink.Attributes(value) {
+			if isCounter(expr) {
+				expr = nil
+			}
+			add(kind, expr)
+		}
+	}
 }
 
 // Generation returns a number that changes whenever anything in nf_tables changes.

@@ -4,11 +4,17 @@ import (
 	"encoding/binary"
 	"errors"
 	"math/rand/v2"
+	"net"
+	"os/exec"
+	"strconv"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"nodeproxy/internal/nstest"
+	"nodeproxy/kernel/netlink"
 	"nodeproxy/plan"
 )
 
@@ -83,4 +89,49 @@ func TestGeneration(t *testing.T) {
 	b.AddTable()
 	require.NoError(t, c.Commit(b))
 	require.NotEqual(t, first, generation())
+}
+
+// TestDigests: a digest changes with the rules of its chain, whatever they are and in which order, and with nothing else.
+func TestDigests(t *testing.T) {
+	t.Parallel()
+	nstest.Enter(t)
+	do := func(command string) { nstest.Exec(t, "nft", command) }
+	do("add table ip t; add chain ip t c { type filter hook output priority 0; }; add chain ip t other; add chain ip t none")
+	digests := func() []uint64 {
+		list, err := Digests(plan.IPv4, "t", []string{"c", "other", "none", "absent"})
+		require.NoError(t, err)
+		return list
+	}
+	do("add rule ip t c counter accept; add rule ip t other tcp dport 80 counter; add rule ip t other tcp dport 81 counter")
+	before := digests()
+	require.Equal(t, before, digests())
+	require.NotEqual(t, before[0], before[1])
+	require.NotEqual(t, before[1], before[2])
+	require.Equal(t, before[2], before[3])
+
+	conn, err := net.Dial("udp4", "127.0.0.1:9")
+	require.NoError(t, err)
+	defer conn.Close()
+	_, err = conn.Write([]byte("counted"))
+	require.NoError(t, err)
+	out, err := exec.Command("nft", "list chain ip t c").Output()
+	require.NoError(t, err)
+	require.NotContains(t, string(out), "packets 0", "the packet is counted")
+	require.Equal(t, before, digests(), "what rules count does not matter")
+
+	for _, change := range []string{
+		"add rule ip t other tcp dport 82 counter", "insert rule ip t other accept", "replace rule ip t other handle HANDLE tcp dport 79 counter",
+		"flush chain ip t other; add rule ip t other tcp dport 80 counter; add rule ip t other tcp dport 81 counter",
+		"flush chain ip t other",
+	} {
+		handles, err := Rules(plan.IPv4, "t", "other", func(attrs []byte) uint64 {
+			return netlink.BigEndian(netlink.Attribute(attrs, unix.NFTA_RULE_HANDLE))
+		})
+		require.NoError(t, err)
+		before := digests()
+		do(strings.ReplaceAll(change, "HANDLE", strconv.FormatUint(handles[0], 10)))
+		now := digests()
+		require.NotEqual(t, before[1], now[1], change)
+		require.Equal(t, before[0], now[0], change)
+	}
 }

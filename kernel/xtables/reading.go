@@ -18,8 +18,12 @@ type Reading struct {
 	// Chains returns some chains, each as it was at one moment since then. Those that are not there any more are left out. Chains that are
 	// as in known share their rules with it.
 	Chains func(ctx context.Context, names []string, known ...Content) (Content, error)
-	// End is to be called when all chains have been read.
-	End func()
+	// Digests returns a number for each of some chains, in their order, as nft.Digests does. It costs a small part of what it costs to read
+	// them. It is nil where there are no such numbers.
+	Digests func(names []string) ([]uint64, error)
+	// End is to be called when all chains have been read but those for which unread returns true, which are as they were when they were read
+	// the last time.
+	End func(unread func(chain string) bool)
 }
 
 // ReadingOf returns a Reading of a table that has been read as a whole.
@@ -35,7 +39,7 @@ func ReadingOf(content Content) *Reading {
 			}
 			return out, nil
 		},
-		End: func() {},
+		End: func(func(string) bool) {},
 	}
 }
 
@@ -55,7 +59,8 @@ func (t *Program) Read(ctx context.Context, tbl names.Table) (*Reading, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Reading{Names: r.names, Chains: r.read, End: r.end}, nil
+	digests := func(names []string) ([]uint64, error) { return nft.Digests(t.Family, string(tbl), names) }
+	return &Reading{Names: r.names, Chains: r.read, Digests: digests, End: r.end}, nil
 }
 
 // chainReader reads chains of a table of the nft variant.
@@ -146,8 +151,16 @@ func (r *chainReader) some(ctx context.Context, wanted []string, known []Content
 	return nil, failed
 }
 
-// end reports native rules.
-func (r *chainReader) end() {
-	slices.Sort(r.native)
-	r.reportNative(r.table, slices.Compact(r.native))
+// end reports native rules: those in what has been read, and those that are known in chains that are unread.
+func (r *chainReader) end(unread func(chain string) bool) {
+	r.nativeMu.Lock()
+	native := slices.Clone(r.native)
+	for _, chain := range r.Program.native[r.table] {
+		if unread(chain) {
+			native = append(native, chain)
+		}
+	}
+	r.nativeMu.Unlock()
+	slices.Sort(native)
+	r.reportNative(r.table, slices.Compact(native))
 }

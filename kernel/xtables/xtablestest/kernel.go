@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"hash/maphash"
 	"slices"
 	"strings"
 
@@ -52,8 +53,20 @@ func (k *Kernel) Save(_ context.Context, t names.Table, known ...xtables.Content
 // Read is as that of xtables.Kernel.
 func (k *Kernel) Read(ctx context.Context, t names.Table) (*xtables.Reading, error) {
 	content, err := k.Save(ctx, t)
-	return xtables.ReadingOf(content), err
+	reading := xtables.ReadingOf(content)
+	reading.Digests = func(chains []string) ([]uint64, error) {
+		var out []uint64
+		for _, name := range chains {
+			out = append(out, digest(k.Tables[t][name]))
+		}
+		return out, nil
+	}
+	return reading, err
 }
+
+var seed = maphash.MakeSeed()
+
+func digest(rules []string) uint64 { return maphash.String(seed, strings.Join(rules, "\n")) }
 
 func (k *Kernel) report() {
 	if k.Changed != nil {
@@ -61,8 +74,16 @@ func (k *Kernel) report() {
 	}
 }
 
-// Generation is as that of xtables.Kernel. There is none.
-func (*Kernel) Generation() uint32 { return 0 }
+// Generation is as that of xtables.Kernel: it follows from what the tables hold.
+func (k *Kernel) Generation() uint32 {
+	sum := uint64(1)
+	for t, content := range k.Tables {
+		for name, rules := range content {
+			sum += maphash.String(seed, string(t)+" "+name) ^ digest(rules)
+		}
+	}
+	return uint32(sum) | 1
+}
 
 // Prepare is as that of xtables.Kernel. There is nothing to prepare.
 func (*Kernel) Prepare() {}
