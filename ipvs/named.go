@@ -141,13 +141,9 @@ func (e *engine) sample(r *reading) set.Set[ipvs.ServerID] {
 	if n == 0 {
 		return out
 	}
-	drawn := set.Set[int]{}
-	for range samples {
-		drawn.Insert(rand.IntN(n))
-	}
-	i := 0
+	i := rand.IntN(n) // They come in an order that a seed decides, so those that follow each other are any.
 	for v := range r.known.servers.All() {
-		if drawn.Has(i) {
+		if i%n < samples {
 			out.Insert(v.ID)
 		}
 		i++

@@ -289,7 +289,7 @@ func TestManyRefusedServers(t *testing.T) {
 			t.Errorf("%d of %d refused: %v, %d are reported, want %d", test.refused, len(list), err, len(reported), test.want)
 		}
 		if left := e.changes.ops; len(left) > 0 || e.tried.refused != nil {
-			t.Errorf("%d of %d refused: %d changes are left to the next sync, and %d refusals", test.refused, len(list), len(left), len(e.tried.refused))
+			t.Errorf("%d of %d refused: %d changes and %d refusals are left", test.refused, len(list), len(left), len(e.tried.refused))
 		}
 	}
 }
