@@ -2,6 +2,7 @@ package metrics
 
 import (
 	"math"
+	"sync"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -54,7 +55,8 @@ func (s *Set) CollectHealthCheckNodePorts(read func() (all, failing int)) {
 
 // CollectPacketCounters adds kube-proxy's two counters of packets, in mode iptables: those that were dropped since connection
 // tracking took them for invalid, and those that were accepted for node ports at loopback addresses. What is nil is left
-// out. They are called at each scrape; an error is logged, and the metric left out of that scrape. It must be called only once.
+// out. They are called at scrapes, but no more often than a thousandth of a processor's time allows, or each half minute, as each runs a
+// program. An error is logged, and the metric left out of that scrape. It must be called only once.
 func (s *Set) CollectPacketCounters(invalidDropped, localhostNodePorts func() (uint64, error)) {
 	if s.cfg.Mode != iptables {
 		return
@@ -71,13 +73,39 @@ func (s *Set) CollectPacketCounters(invalidDropped, localhostNodePorts func() (u
 		if c.read == nil {
 			continue
 		}
+		read := seldom(c.read)
 		s.collect(prometheus.CounterValue, c.name, c.help, func(send func(float64, ...string)) error {
-			n, err := c.read()
+			n, err := read()
 			if err == nil {
 				send(float64(n))
 			}
 			return err
 		})
+	}
+}
+
+// longestUnread is for how long a counter is not read again at most.
+const longestUnread = 30 * time.Second
+
+// seldom returns what reads a counter, and returns the same again for 1,000 times as long as that has taken.
+func seldom(read func() (uint64, error)) func() (uint64, error) {
+	var mu sync.Mutex
+	var last uint64
+	var due time.Time
+	return func() (uint64, error) {
+		mu.Lock()
+		defer mu.Unlock()
+		begun := time.Now()
+		if begun.Before(due) {
+			return last, nil
+		}
+		n, err := read()
+		if err != nil {
+			return 0, err
+		}
+		end := time.Now()
+		last, due = n, end.Add(min(1000*end.Sub(begun), longestUnread))
+		return last, nil
 	}
 }
 
