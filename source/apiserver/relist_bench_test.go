@@ -1,10 +1,10 @@
 package apiserver
 
 import (
-	"bytes"
 	"errors"
 	"fmt"
 	"log/slog"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -31,7 +31,7 @@ func typicalSlice(i int) *discovery.EndpointSlice {
 			Labels:          map[string]string{discovery.LabelServiceName: service, discovery.LabelManagedBy: "endpointslice-controller.k8s.io"},
 			OwnerReferences: []metav1.OwnerReference{{APIVersion: "v1", Kind: "Service", Name: service, UID: uid}},
 			ManagedFields: []metav1.ManagedFieldsEntry{{Manager: "kube-controller-manager", Operation: "Update", APIVersion: "discovery.k8s.io/v1",
-				FieldsType: "FieldsV1", FieldsV1: &metav1.FieldsV1{Raw: bytes.Repeat([]byte("f:endpoints:{},"), 25)}}},
+				FieldsType: "FieldsV1", FieldsV1: metav1.NewFieldsV1(strings.Repeat("f:endpoints:{},", 25))}},
 		},
 		AddressType: discovery.AddressTypeIPv4,
 		Ports:       []discovery.EndpointPort{{Name: ptr.To("http"), Protocol: ptr.To(v1.ProtocolTCP), Port: ptr.To(int32(8080))}},

@@ -87,6 +87,7 @@ type CachingServer struct {
 // Support is what an API server makes of requests for streamed lists.
 type Support int
 
+// What a server can make of them.
 const (
 	Supported Support = iota
 	Unknown           // It rejects what it does not understand.
@@ -97,6 +98,7 @@ const (
 // Trouble is what happens to a request.
 type Trouble int
 
+// Those with a status are answers, the others are not.
 const (
 	None Trouble = iota - 1
 	Refused
