@@ -73,7 +73,7 @@ const (
 	askAfter, answerWithin = 10 * time.Second, 5 * time.Second
 	// unreadAnswer is how much of an answer may have come, in bytes, and wait for being read; what follows stays with the API server. By Go's
 	// default it would be 4 MiB for each of the lists at the start, and this program takes 64 MiB in all. Where packets take 10 ms to and fro,
-	// an answer comes with 50 MB/s at most.
+	// an answer comes with 50 MB/s at most, and with 5 where they take 100 ms.
 	unreadAnswer = 512 << 10
 )
 

@@ -8,19 +8,25 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net/http"
 	"slices"
+	"time"
 
 	"google.golang.org/protobuf/encoding/protowire"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/tools/metrics"
 )
 
 // forwardList passes on a list that comes as a whole. In protobuf, each object is passed on as it arrives.
 func (r *resource) forwardList(ctx context.Context, q request, receive func(message) error) error {
 	asking, cancel := context.WithTimeoutCause(ctx, q.begin, noAnswer(q.begin))
 	defer cancel()
-	answer, err := ask(asking, r.get(q.ListOptions))
+	request, begun := r.get(q.ListOptions), time.Now()
+	// client-go observes this of what it reads itself.
+	defer func() { metrics.RequestLatency.Observe(ctx, http.MethodGet, *request.URL(), time.Since(begun)) }()
+	answer, err := ask(asking, request)
 	if err != nil {
 		return err
 	}
@@ -91,20 +97,22 @@ const (
 	listMetaVersion     protowire.Number = 2    // metav1.ListMeta
 )
 
-// readList reads a list in protobuf, and returns its version.
+// readList reads a list in protobuf to the end of the answer, and returns its version.
 func (r *resource) readList(from *bufio.Reader, receive func(watchEvent) error) (version string, err error) {
 	_, _ = from.Discard(len(magic))
-	outer := fieldReader{from: from}
+	outer, got, want := fieldReader{from: from}, "", r.apiVersion+" "+r.kind+"List"
 	for {
 		number, size, err := outer.next()
-		if err != nil {
+		switch {
+		case err != nil:
 			return "", err
-		}
-		if number == unknownRaw {
+		case number == unknownRaw && got != want:
+			return "", fmt.Errorf("%q came where %q should", got, want)
+		case number == unknownRaw:
 			list := &io.LimitedReader{R: from, N: size}
 			version, err := readItems(&fieldReader{from: bufio.NewReaderSize(list, bufferSize)}, receive)
 			if errors.Is(err, io.EOF) && list.N == 0 {
-				err = nil
+				_, err = io.Copy(io.Discard, from) // That is little, and with it a compressed answer has its checksum.
 			}
 			return version, err
 		}
@@ -112,11 +120,9 @@ func (r *resource) readList(from *bufio.Reader, receive func(watchEvent) error) 
 		if err != nil {
 			return "", err
 		}
-		if number != unknownType {
-			continue
-		}
-		if apiVersion, kind := parseType(value); string(apiVersion) != r.apiVersion || string(kind) != r.kind+"List" {
-			return "", fmt.Errorf("a %s of %s came where a list of %ss of %s should", kind, apiVersion, r.kind, r.apiVersion)
+		if number == unknownType {
+			apiVersion, kind := parseType(value)
+			got = fmt.Sprintf("%s %s", apiVersion, kind)
 		}
 	}
 }

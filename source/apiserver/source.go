@@ -107,6 +107,7 @@ func (s *Source) Run(ctx context.Context, sink source.Sink) error {
 	running.Wait()
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	s.synced = true // Neither the timer nor a request that is just failing passes anything on after this.
 	if s.lately != nil {
 		s.lately.Stop()
 	}

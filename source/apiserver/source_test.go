@@ -389,9 +389,10 @@ func TestRunEndsAtOnce(t *testing.T) {
 			t.Parallel()
 			synctest.Test(t, func(t *testing.T) {
 				s := New(Config{Client: answeredBy(t, answer), NodeName: "n1", Log: slog.New(slog.DiscardHandler)})
+				sink := &recorder{t: t, services: map[types.NamespacedName]*v1.Service{}}
 				ctx, cancel := context.WithCancel(t.Context())
 				ended := make(chan error, 1)
-				go func() { ended <- s.Run(ctx, &recorder{t: t, services: map[types.NamespacedName]*v1.Service{}}) }()
+				go func() { ended <- s.Run(ctx, sink) }()
 				time.Sleep(time.Minute) // By then, it waits for many seconds between two attempts.
 				cancel()
 				begun := time.Now()
@@ -399,6 +400,8 @@ func TestRunEndsAtOnce(t *testing.T) {
 				if took := time.Since(begun); took > 0 {
 					t.Errorf("Run ends %v after its context", took)
 				}
+				s.goOn()
+				assert.Zero(t, sink.synced, "a timer that waited for Run passes something on after it")
 			})
 		})
 	}

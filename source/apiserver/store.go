@@ -13,7 +13,7 @@ import (
 )
 
 // store passes the objects of one resource on, and keeps only their names and versions: the names to find out after a new list which
-// objects are gone, the versions so as not to pass on again what has not changed. Only the follower's goroutine uses it.
+// objects are gone, the versions so as not to pass on again what has not changed. The follower's mutex guards it.
 type store struct {
 	resource *resource
 	deliver  func(r *resource, b source.Batch, complete bool)

@@ -117,7 +117,7 @@ func ask(ctx context.Context, request *rest.Request) (io.ReadCloser, error) {
 	switch {
 	case err == nil:
 		return answer, nil
-	case utilnet.IsProbableEOF(err), utilnet.IsTimeout(err):
+	case !reached(err) && (utilnet.IsProbableEOF(err) || utilnet.IsTimeout(err)): // IsProbableEOF looks at texts, also at those of API servers.
 		err = fmt.Errorf("%w: %s", errClosed, err.Error()) // Wrapped, an io.EOF would say that the answer was complete.
 	}
 	return nil, because(ctx, err)

@@ -160,8 +160,8 @@ const (
 // magic is at the beginning of each object in protobuf that says what kind it is of: a runtime.Unknown.
 const magic = "k8s\x00"
 
-// fieldsOf iterates over the fields of a message that are strings, bytes or messages. It ends where the message is not valid, which who decodes
-// the whole will learn.
+// fieldsOf iterates over the fields of a message that are strings, bytes or messages. It ends where the message is not valid, which shows when
+// the whole is decoded.
 func fieldsOf(message []byte) iter.Seq2[protowire.Number, []byte] {
 	return func(yield func(protowire.Number, []byte) bool) {
 		for len(message) > 0 {
@@ -210,7 +210,7 @@ func (e *eventReader) parse(frame []byte) (watchEvent, error) {
 	}
 	obj, _, err := codecs.UniversalDeserializer().Decode(object, nil, nil)
 	if err != nil {
-		return watchEvent{}, err
+		return watchEvent{}, unreadable(err) // An io.ErrUnexpectedEOF is not the end of the answer, but that of the object.
 	}
 	return e.decoded(kind, obj)
 }

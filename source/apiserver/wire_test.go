@@ -2,16 +2,21 @@ package apiserver
 
 import (
 	"bytes"
+	"compress/gzip"
+	"context"
 	"encoding/json"
 	"errors"
 	"io"
 	"net/http"
+	"net/url"
+	"strings"
 	"testing"
 	"testing/iotest"
 	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"google.golang.org/protobuf/encoding/protowire"
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -21,6 +26,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/framer"
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/metrics"
 
 	"nodeproxy/source"
 )
@@ -58,6 +64,11 @@ func encode(obj runtime.Object) ([]byte, error) {
 	var out bytes.Buffer
 	err = protobuf.NewSerializer(scheme, scheme).Encode(obj, &out)
 	return out.Bytes(), err
+}
+
+// field returns a field of a message.
+func field(number protowire.Number, value string) string {
+	return string(protowire.AppendString(protowire.AppendTag(nil, number, protowire.BytesType), value))
 }
 
 // frame returns an event of a watch in protobuf, as the API server encodes it.
@@ -171,6 +182,8 @@ func TestEventErrors(t *testing.T) {
 	require.NoError(t, err)
 	gone, err := frame(watch.Error, &metav1.Status{Code: http.StatusGone, Reason: metav1.StatusReasonExpired})
 	require.NoError(t, err)
+	short := magic + field(unknownType, field(typeVersion, "v1")+field(typeKind, "Service")) + field(unknownRaw, "\x0a\x09")
+	short = field(eventType, "BOOKMARK") + field(eventObject, field(extensionRaw, short))
 	undecodable := func(err error) bool { return apierrors.HasStatusCause(err, metav1.CauseType("ClientWatchDecoding")) }
 	ended := func(err error) bool { return errors.Is(err, io.EOF) }
 	for _, c := range []struct {
@@ -188,6 +201,7 @@ func TestEventErrors(t *testing.T) {
 		{"another object", string(slice), apierrors.IsInternalError},
 		{"another object in JSON", `{"type": "ADDED", "object": {"kind": "Node", "apiVersion": "v1"}}`, apierrors.IsInternalError},
 		{"an unknown object", `{"type": "ADDED", "object": {"kind": "Pet", "apiVersion": "zoo/v1"}}`, undecodable},
+		{"a bookmark that lacks its end", "\x00\x00\x00" + string(rune(len(short))) + short, undecodable},
 		{"an error", string(gone), apierrors.IsResourceExpired},
 	} {
 		from := newEventReader(r, bytes.NewReader([]byte(c.text)))
@@ -227,8 +241,10 @@ func TestList(t *testing.T) {
 	require.NoError(t, err)
 	inMessage, err := encode(all)
 	require.NoError(t, err)
-	slices, err := encode(&discovery.EndpointSliceList{})
+	others, err := encode(&discovery.EndpointSliceList{})
 	require.NoError(t, err)
+	unknown := runtime.Unknown{}
+	require.NoError(t, unknown.Unmarshal(inMessage[len(magic):]))
 	read := func(text []byte) (names []string, listed string, err error) {
 		r := resources(Config{Client: answeredBy(t, always(text))})[0]
 		err = r.forward(t.Context(), request{plain: true, begin: time.Minute}, func(m message) error {
@@ -260,10 +276,61 @@ func TestList(t *testing.T) {
 		}
 	}
 	for _, text := range []string{
-		string(slices), `{"kind": "EndpointSliceList", "apiVersion": "discovery.k8s.io/v1"}`, "<html>", magic + "\xff\xff\xff\xff\xff",
+		string(others), `{"kind": "EndpointSliceList", "apiVersion": "discovery.k8s.io/v1"}`, "<html>", magic + "\xff\xff\xff\xff\xff",
+		magic + field(unknownRaw, string(unknown.Raw)), // It does not say of what.
 	} {
 		_, listed, err := read([]byte(text))
 		require.Error(t, err, text)
 		require.Empty(t, listed)
 	}
+}
+
+// TestListChecked: a compressed list whose checksum is wrong does not count as complete, although all of it has come.
+func TestListChecked(t *testing.T) {
+	t.Parallel()
+	list, err := encode(serviceList(41, serviceAt(7, "a")))
+	require.NoError(t, err)
+	r := resources(Config{Client: answeredBy(t, func(*http.Request) (*http.Response, error) {
+		body := io.MultiReader(bytes.NewReader(list), iotest.ErrReader(gzip.ErrChecksum))
+		return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(body)}, nil
+	})})[0]
+	listed := ""
+	err = r.forward(t.Context(), request{plain: true, begin: time.Minute}, func(m message) error {
+		listed += m.listed
+		return nil
+	})
+	require.ErrorIs(t, err, gzip.ErrChecksum)
+	require.Empty(t, listed)
+}
+
+// TestReached: what the API server says of a connection of its own is not taken for an error of the way to it.
+func TestReached(t *testing.T) {
+	t.Parallel()
+	r := resources(Config{Client: answeredBy(t, func(*http.Request) (*http.Response, error) {
+		return &http.Response{StatusCode: http.StatusInternalServerError, Body: io.NopCloser(strings.NewReader("etcd: connection reset by peer"))}, nil
+	})})[0]
+	for _, plain := range []bool{false, true} {
+		err := r.forward(t.Context(), request{plain: plain, begin: time.Minute}, func(message) error { return nil })
+		assert.Truef(t, apierrors.IsInternalError(err), "%v", err)
+	}
+}
+
+// latency records the hosts of requests that were observed.
+type latency []string
+
+func (l *latency) Observe(_ context.Context, verb string, u url.URL, _ time.Duration) {
+	*l = append(*l, verb+" "+u.Host)
+}
+
+// TestListObserved: a list as a whole is among the requests whose durations are metrics. It is not parallel, as it sets what others use.
+func TestListObserved(t *testing.T) {
+	list, err := encode(serviceList(41))
+	require.NoError(t, err)
+	seen, before := &latency{}, metrics.RequestLatency
+	metrics.RequestLatency = seen
+	defer func() { metrics.RequestLatency = before }()
+	r := resources(Config{Client: answeredBy(t, always(list))})[0]
+	err = r.forward(t.Context(), request{plain: true, begin: time.Minute}, func(message) error { return nil })
+	require.ErrorIs(t, err, io.EOF)
+	assert.Equal(t, &latency{"GET api.example"}, seen)
 }
