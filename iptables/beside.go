@@ -41,8 +41,7 @@ func (e *engine) snapshot() *comparison {
 	}
 	c := &comparison{engine: e, rules: e.current.snapshot(), full: e.full, before: e.right, right: digests{},
 		readings: map[names.Table]*xtables.Reading{}, rest: map[names.Table]map[string]bool{}, lost: map[names.Table]bool{},
-		unread: map[tableChainName]bool{},
-		part:   map[names.Table][]xtables.Chain{}, size: map[names.Table]int{}}
+		part: map[names.Table][]xtables.Chain{}, size: map[names.Table]int{}}
 	e.touched, e.right = map[tableChainName]bool{}, nil
 	return c
 }
@@ -108,7 +107,6 @@ type comparison struct {
 	// have lost a chain of another program.
 	before, right digests
 	lost          map[names.Table]bool
-	unread        map[tableChainName]bool // what is right by its digest, as long as no program has read it
 	differs       []xtables.Change
 }
 
@@ -170,7 +168,7 @@ func (c *comparison) compare() (few bool, err error) {
 		if few, err = c.compareRest(t); err != nil || !few {
 			return few, err
 		}
-		c.readings[t].End(func(chain string) bool { return c.unread[tableChainName{t, chain}] })
+		c.readings[t].End()
 	}
 	c.allowLocalnet()
 	return true, nil
@@ -197,7 +195,7 @@ func (c *comparison) recognize(t names.Table) error {
 	}
 	for i, name := range known {
 		if at := (tableChainName{t, name}); now[i] == c.before[at] {
-			c.right[at], c.unread[at] = now[i], true
+			c.right[at] = now[i]
 		}
 	}
 	return nil
@@ -233,9 +231,7 @@ func (c *comparison) reading(t names.Table, chains []string, read func() (right 
 		if !right {
 			now[i] = 0
 		}
-		at := tableChainName{t, name}
-		c.right[at] = now[i]
-		delete(c.unread, at)
+		c.right[tableChainName{t, name}] = now[i]
 	}
 	return nil
 }
@@ -276,10 +272,10 @@ func (c *comparison) comparePart(t names.Table) (few bool, err error) {
 // to those, it reads the chains of others too, unless all are as they were.
 func (c *comparison) compareRest(t names.Table) (few bool, err error) {
 	rest := slices.Sorted(maps.Keys(c.rest[t]))
-	if !c.lost[t] && !slices.ContainsFunc(rest, func(name string) bool { return c.right[tableChainName{t, name}] == 0 }) {
+	if len(rest) > 0 && !c.lost[t] && !slices.ContainsFunc(rest, func(name string) bool { return c.right[tableChainName{t, name}] == 0 }) {
 		return true, nil
 	}
-	return few, c.reading(t, rest, func() (right bool, err error) {
+	err = c.reading(t, rest, func() (right bool, err error) {
 		actual := xtables.Content{}
 		for list := range slices.Chunk(rest, partOfRest) {
 			some, err := c.readings[t].Chains(c.ctx, list)
@@ -297,6 +293,7 @@ func (c *comparison) compareRest(t names.Table) (few bool, err error) {
 		}
 		return len(changes) == 0, nil
 	})
+	return few, err
 }
 
 // note notes what differs, and reports whether all of that can be put right beside syncs.

@@ -5,8 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"path/filepath"
 	"runtime"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -15,6 +17,7 @@ import (
 	"github.com/vishvananda/netns"
 	"pgregory.net/rapid"
 
+	"nodeproxy/internal/nstest"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
@@ -143,6 +146,9 @@ func TestCompareBeside(t *testing.T) {
 		{"the guard", func(_, filter xtables.Content) { filter[names.KubeletFirewall] = nil }, 0},
 		{"the jump to it", func(_, filter xtables.Content) { filter["INPUT"] = filter["INPUT"][1:] }, 0},
 		{"a table", func(nat, _ xtables.Content) { clear(nat) }, 0},
+		{"built-in chains", func(nat, _ xtables.Content) {
+			maps.DeleteFunc(nat, func(name string, _ []string) bool { return names.Builtin(name) })
+		}, 3},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
@@ -328,6 +334,51 @@ func TestRecognized(t *testing.T) {
 	others = func() {}
 	compare("a foreign change while it was read", 0, written[0])
 	compare("none", 0)
+}
+
+// TestRecognizedInKernel: of what others do to the kernel's tables, nothing is taken for what was found right before.
+func TestRecognizedInKernel(t *testing.T) {
+	t.Parallel()
+	nstest.Run(t, func() {
+		e := realEngine(t, xtables.NFT, plan.IPv4)
+		e.options.CompactAbove = 0
+		p := plantest.Large(30, 3)
+		program(t, e, p, plan.Everything())
+		var endpoints []string // chains of two rules each
+		for c := range e.current.chains(nil) {
+			if strings.HasPrefix(c.Name, names.PrefixEndpoint) {
+				endpoints = append(endpoints, c.Name)
+			}
+		}
+		want := ours(t, e.Kernel)
+		command := strings.NewReplacer("IPT", "iptables-nft -t nat", "FIRST", endpoints[0], "SECOND", endpoints[1],
+			"FILE", filepath.Join(t.TempDir(), "saved"))
+		for _, others := range []string{
+			"IPT -Z",
+			"IPT -F FIRST",
+			"IPT -R FIRST 1 -j RETURN",
+			"IPT -D FIRST 1",
+			"IPT -D PREROUTING 1",
+			"nft rename chain ip nat FIRST X; nft rename chain ip nat SECOND FIRST; nft rename chain ip nat X SECOND",
+			"iptables-nft-save -t nat >FILE; nft delete table ip nat; iptables-nft-restore FILE",
+			// The handles are the same again, and so is what each chain has.
+			"nft delete table ip nat; sed -i 's/^-A FIRST /-A X /; s/^-A SECOND /-A FIRST /; s/^-A X /-A SECOND /' FILE; iptables-nft-restore FILE",
+			"for c in PREROUTING INPUT OUTPUT POSTROUTING; do nft flush chain ip nat $c; nft delete chain ip nat $c; done",
+		} {
+			for range 2 {
+				if found, again, err := e.CompareBeside(t.Context()); len(found) > 0 || again || err != nil {
+					t.Errorf("before %s: found %v, %t, %v", others, found, again, err)
+				}
+			}
+			sh(t, command.Replace(others))
+			if _, again, err := e.CompareBeside(t.Context()); err != nil {
+				t.Errorf("after %s: %v", others, err)
+			} else if again {
+				program(t, e, p, plan.Everything())
+			}
+			same(t, "after "+others, ours(t, e.Kernel), want)
+		}
+	})
 }
 
 // noting notes which chains are read.

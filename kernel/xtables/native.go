@@ -82,7 +82,7 @@ func (t *Program) saveByChain(ctx context.Context, tbl names.Table) (Content, er
 	if err != nil {
 		return nil, err
 	}
-	r.end(func(string) bool { return false })
+	r.end()
 	return content, nil
 }
 

@@ -45,8 +45,7 @@ const (
 )
 
 // Program runs the programs of iptables, of one variant and family, in the network namespace of the calling thread. It implements
-// Kernel. Restore, Prepare and Close must not be called while one of them runs; all else may be
-// called at any time.
+// Kernel. Restore, Prepare and Close must not be called while one of them runs; all else may be called at any time.
 type Program struct {
 	Variant Variant
 	Family  plan.Family

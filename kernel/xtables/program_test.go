@@ -254,13 +254,13 @@ func TestOutputHeldOpen(t *testing.T) {
 }
 
 // TestPrepare: a program that was started before takes the next input; where somebody has ended it meanwhile, another one does. Close ends one
-// that waits.
+// that waits, even if it hangs.
 func TestPrepare(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
 	path, begun, took := filepath.Join(dir, "restore"), filepath.Join(dir, "begun"), filepath.Join(dir, "took")
 	nstest.Script(t, path, "echo >>"+begun+"\nexec cat >>"+took+"\n")
-	program := &Program{RestorePath: path, RestoreTime: 3 * time.Minute}
+	program := &Program{RestorePath: path, RestoreTime: time.Hour}
 	want := func(runs int, input string) {
 		t.Helper()
 		lines, err := os.ReadFile(begun)
@@ -286,12 +286,49 @@ func TestPrepare(t *testing.T) {
 	want(1, "one\ntwo\nthree\n")
 	program.Prepare()
 	waits := program.ahead.cmd
+	require.NoError(t, waits.Process.Signal(unix.SIGSTOP))
 	program.Close()
 	program.Close()
-	if waits.ProcessState == nil || !waits.ProcessState.Success() || program.ahead != nil {
-		t.Errorf("it ended by %v", waits.ProcessState)
+	if waits.ProcessState == nil || program.ahead != nil {
+		t.Error("it has not ended")
 	}
-	want(2, "one\ntwo\nthree\n")
+}
+
+// TestPrepared: a program that waits knows nothing of the tables yet, and keeps nobody from changing them. It changes nothing where its input
+// ends, as with this process.
+func TestPrepared(t *testing.T) {
+	t.Parallel()
+	for _, v := range []Variant{NFT, Legacy} {
+		t.Run(string(v), func(t *testing.T) {
+			t.Parallel()
+			nstest.Run(t, func() {
+				k := findProgram(t, v, plan.IPv4)
+				defer k.Close()
+				assert.NoError(t, k.Restore("*nat\n:GOES - [0:0]\n:STAYS - [0:0]\n-A STAYS -j ACCEPT\nCOMMIT\n"))
+				k.Prepare()
+				if !assert.NotNil(t, k.ahead) {
+					return
+				}
+				other := "iptables-" + string(v) + " -t nat " // It does not wait for a lock.
+				sh(t, other+"-X GOES")
+				sh(t, other+"-N NEW")
+				sh(t, other+"-I STAYS -j RETURN")
+				assert.NoError(t, k.Restore("*nat\n:GOES - [0:0]\n-A GOES -j NEW\n-D STAYS -j ACCEPT\nCOMMIT\n"))
+				assert.Nil(t, k.ahead)
+				nat, err := k.Save(t.Context(), names.NAT)
+				assert.NoError(t, err)
+				assert.Equal(t, []string{"-j NEW"}, nat["GOES"])
+				assert.Equal(t, []string{"-j RETURN"}, nat["STAYS"])
+
+				generation := k.Generation()
+				k.Prepare()
+				assert.NoError(t, k.ahead.input.Close())
+				assert.NoError(t, k.ahead.cmd.Wait())
+				assert.Empty(t, k.ahead.output.String())
+				assert.Equal(t, generation, k.Generation())
+			})
+		})
+	}
 }
 
 // TestVersion: what programs say of themselves, and those that say nothing in time.
@@ -356,7 +393,7 @@ func TestRead(t *testing.T) {
 				if rules := got["POSTROUTING"]; err != nil || len(rules) != 2 || rules[0] != "-j C" || !Unread(rules[1]) || len(told) > 0 {
 					t.Errorf("read %v, told of %v: %v", got, told, err)
 				}
-				r.End(func(string) bool { return false })
+				r.End()
 				assert.Equal(t, []NativeRules{{plan.IPv4, "nat", []string{"POSTROUTING"}}}, told)
 			})
 		})
@@ -366,7 +403,7 @@ func TestRead(t *testing.T) {
 // script returns the path of a shell script that takes the place of a program.
 func script(t *testing.T, name, text string) string {
 	path := filepath.Join(t.TempDir(), name)
-	assert.NoError(t, os.WriteFile(path, []byte("#!/bin/sh\n"+text+"\n"), 0o755))
+	nstest.Script(t, path, text+"\n")
 	return path
 }
 
@@ -437,27 +474,35 @@ func TestSaveInParts(t *testing.T) {
 // so small that a table takes hours: where nothing changes, they stay as they are, and where something does, they get more time.
 func TestSlowReading(t *testing.T) {
 	t.Parallel()
+	const many = 40
 	for _, tc := range []struct {
-		name, meanwhile string
-		runs            int
-	}{{"nothing changes", "", 1}, {"others change something", otherChange, 3}} {
+		name, first string // of the runs
+		runs, most  int
+		limit       time.Duration
+	}{
+		{"nothing changes", "sleep 1.2", 1, partChains, partTime},
+		{"others change something", otherChange + "; exec sleep 1000", 3, many / 2, 2 * partTime},
+	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
 			nstest.Run(t, func() {
-				k, want := programWithChains(t, 40)
+				k, want := programWithChains(t, many)
 				log := filepath.Join(t.TempDir(), "runs")
-				k.RestorePath = script(t, "restore", "echo run >>"+log+"; "+tc.meanwhile+`
-					sleep 1.2; exec iptables-nft-restore "$@"`)
-				r, err := k.Read(t.Context(), names.NAT)
+				k.SaveTime = time.Hour
+				k.RestorePath = script(t, "restore", "[ -e "+log+" ]; first=$?; echo run >>"+log+"; [ $first = 0 ] || { "+tc.first+
+					`; }; exec iptables-nft-restore "$@"`)
+				r, err := k.chainReader(names.NAT, nil)
 				if !assert.NoError(t, err) {
 					return
 				}
-				got, err := r.Chains(t.Context(), slices.Collect(maps.Keys(want)))
+				got, err := r.read(t.Context(), slices.Collect(maps.Keys(want)))
 				assert.NoError(t, err)
 				assert.Equal(t, want, got)
 				runs, err := os.ReadFile(log)
 				assert.NoError(t, err)
 				assert.Equal(t, tc.runs, strings.Count(string(runs), "run"), "runs of the program")
+				assert.Equal(t, tc.most, r.most, "chains in one run")
+				assert.Equal(t, tc.limit, r.limit, "time for one run")
 			})
 		})
 	}

@@ -21,9 +21,8 @@ type Reading struct {
 	// Digests returns a number for each of some chains, in their order, as nft.Digests does. It costs a small part of what it costs to read
 	// them. It is nil where there are no such numbers.
 	Digests func(names []string) ([]uint64, error)
-	// End is to be called when all chains have been read but those for which unread returns true, which are as they were when they were read
-	// the last time.
-	End func(unread func(chain string) bool)
+	// End is to be called when all chains have been read but those that are as they were when they were read the last time.
+	End func()
 }
 
 // ReadingOf returns a Reading of a table that has been read as a whole.
@@ -39,7 +38,7 @@ func ReadingOf(content Content) *Reading {
 			}
 			return out, nil
 		},
-		End: func(func(string) bool) {},
+		End: func() {},
 	}
 }
 
@@ -72,7 +71,7 @@ type chainReader struct {
 	there    map[string]bool   // those that there were at last
 	most     int               // how many are read at a time
 	limit    time.Duration     // how long that may take while others change something
-	native   []string          // those with native rules, of what has been read
+	native   []string          // those with native rules, of what has been read, and as last reported of what has not
 }
 
 func (t *Program) chainReader(tbl names.Table, counters func(line string)) (*chainReader, error) {
@@ -81,6 +80,9 @@ func (t *Program) chainReader(tbl names.Table, counters func(line string)) (*cha
 		return nil, fmt.Errorf("listing chains of table %s (%s): %w", tbl, t.Family, err)
 	}
 	r.names = slices.Collect(maps.Keys(r.there))
+	t.nativeMu.Lock()
+	defer t.nativeMu.Unlock()
+	r.native = slices.DeleteFunc(slices.Clone(t.native[tbl]), func(name string) bool { return !r.there[name] })
 	return r, nil
 }
 
@@ -138,7 +140,8 @@ func (r *chainReader) some(ctx context.Context, wanted []string, known []Content
 		there := slices.DeleteFunc(slices.Clone(wanted), func(name string) bool { return !r.there[name] })
 		content, native, err := r.listByChain(ctx, r.table, there, known, r.counters)
 		if err == nil {
-			r.native = append(r.native, native...)
+			read := func(name string) bool { return slices.Contains(wanted, name) }
+			r.native = append(slices.DeleteFunc(r.native, read), native...)
 			return content, nil
 		}
 		if failed = err; ctx.Err() != nil {
@@ -151,16 +154,8 @@ func (r *chainReader) some(ctx context.Context, wanted []string, known []Content
 	return nil, failed
 }
 
-// end reports native rules: those in what has been read, and those that are known in chains that are unread.
-func (r *chainReader) end(unread func(chain string) bool) {
-	r.nativeMu.Lock()
-	native := slices.Clone(r.native)
-	for _, chain := range r.Program.native[r.table] {
-		if unread(chain) {
-			native = append(native, chain)
-		}
-	}
-	r.nativeMu.Unlock()
-	slices.Sort(native)
-	r.reportNative(r.table, slices.Compact(native))
+// end reports native rules.
+func (r *chainReader) end() {
+	slices.Sort(r.native)
+	r.reportNative(r.table, slices.Compact(r.native))
 }

@@ -50,10 +50,11 @@ func (t *Program) Prepare() {
 	}
 }
 
-// Close ends what Prepare has started.
+// Close ends what Prepare has started. That has had no input, so it has begun nothing; and it may hang.
 func (t *Program) Close() {
 	if t.ahead != nil {
-		_, _ = t.ahead.run("", t.RestoreTime)
+		t.ahead.end()
+		_ = t.ahead.cmd.Wait()
 		t.ahead = nil
 	}
 }
