@@ -375,6 +375,55 @@ func TestCompareLetsChangesBetween(t *testing.T) {
 	}
 }
 
+// listed are virtual servers as they once were.
+type listed struct {
+	servers
+	list map[ipvs.ServerID]*ipvs.ActualServer
+}
+
+func (l listed) Each(_ plan.Family, each func(*ipvs.ActualServer)) error {
+	for _, v := range l.list {
+		each(v)
+	}
+	return nil
+}
+
+// TestReadWhatChanges: a sync changes virtual servers that a comparison is reading as known ones. The race detector decides.
+func TestReadWhatChanges(t *testing.T) {
+	t.Parallel()
+	e, k := fakeEngine(plan.IPv4, testOptions)
+	p := large(300)
+	list := p.Sorted(plan.IPv4)
+	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
+	was, err := fakeServers{k}.list()
+	require.NoError(t, err)
+	r := e.beginReading()
+	defer e.endReading(r)
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for n := range 2 * len(list) {
+			sp := *list[n%len(list)]
+			sp.Affinity = time.Duration(1-n/len(list)) * time.Hour
+			p.Set(&sp)
+			if err := e.Sync(t.Context(), p, plan.Only(plan.Keys{sp.Key: {}})); err != nil {
+				t.Error(err)
+			}
+		}
+	}()
+	for ended := false; !ended; {
+		select {
+		case <-done:
+			ended = true
+		default:
+		}
+		now, err := machine{servers: listed{list: was}}.read(plan.IPv4, r.marks, nil, asKnown(e, r))
+		if err != nil || now.servers.Len() != len(was) {
+			t.Fatalf("read %d virtual servers, want %d: %v", now.servers.Len(), len(was), err)
+		}
+	}
+}
+
 // TestCompareFails: after an error nothing is known, and a sync has to find out. At the end of the program, nothing is reported.
 func TestCompareFails(t *testing.T) {
 	t.Parallel()

@@ -118,6 +118,11 @@ func newActualServer(v *ipvs.ActualServer, now time.Time) *actualServer {
 	return out
 }
 
+// become gives it other properties. It does not write the ID, by which a comparison that has taken it over finds it without the lock.
+func (v *actualServer) become(s ipvs.Server) {
+	v.Scheduler, v.Ports, v.Fallback, v.Persistence = s.Scheduler, s.Ports, s.Fallback, s.Persistence
+}
+
 // find returns where the real server at an address is, or where it would be.
 func (v *actualServer) find(a netip.AddrPort) (i int, is bool) {
 	return slices.BinarySearchFunc(v.realServers, a, func(d actualRealServer, a netip.AddrPort) int { return d.Addr.Compare(a) })

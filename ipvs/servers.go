@@ -46,10 +46,10 @@ func (e *engine) reschedule(want wanted, v *actualServer) {
 	if was := v.Server; was != properties {
 		e.queue(ipvs.UpdateServer, properties, ipvs.RealServer{}, func() {
 			if v.Server == properties { // A later change may have been accepted.
-				v.Server = was
+				v.become(was)
 			}
 		})
-		v.Server = properties
+		v.become(properties)
 	}
 }
 
