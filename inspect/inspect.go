@@ -8,7 +8,6 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
-	"sync"
 	"time"
 
 	v1 "k8s.io/api/core/v1"
@@ -78,12 +77,12 @@ type ServicePort struct {
 	Protocol  plan.Protocol `json:"protocol"`
 	Family    string        `json:"family"`
 	// ClusterIPs, LoadBalancerIPs and ExternalIPs are those that it has here: not those that another ServicePort owns.
-	ClusterIP       netip.Addr `json:"clusterIP,omitzero"`
-	LoadBalancerIPs []string   `json:"loadBalancerIPs,omitempty"`
-	ExternalIPs     []string   `json:"externalIPs,omitempty"`
-	NodePort        uint16     `json:"nodePort,omitempty"`
-	InternalPolicy  string     `json:"internalTrafficPolicy"`
-	ExternalPolicy  string     `json:"externalTrafficPolicy,omitempty"`
+	ClusterIP       string   `json:"clusterIP,omitempty"`
+	LoadBalancerIPs []string `json:"loadBalancerIPs,omitempty"`
+	ExternalIPs     []string `json:"externalIPs,omitempty"`
+	NodePort        uint16   `json:"nodePort,omitempty"`
+	InternalPolicy  string   `json:"internalTrafficPolicy"`
+	ExternalPolicy  string   `json:"externalTrafficPolicy,omitempty"`
 	// Affinity is the session affinity's timeout in seconds; 0 without affinity.
 	Affinity int `json:"sessionAffinityTimeoutSeconds,omitempty"`
 	// Usable is the number of endpoints that this node sends to, under either policy, and Total that of all that are known.
@@ -109,7 +108,7 @@ func describe(sp *plan.ServicePort) ServicePort {
 	for _, f := range sp.Frontends {
 		switch f.Kind {
 		case plan.ClusterIP:
-			out.ClusterIP, out.Number = f.Addr, f.Port
+			out.ClusterIP, out.Number = f.Addr.String(), f.Port
 		case plan.LoadBalancerIP:
 			out.LoadBalancerIPs, out.Number = append(out.LoadBalancerIPs, f.Addr.String()), f.Port
 		case plan.ExternalIP:
@@ -142,47 +141,27 @@ func (n *Node) ServicePorts(of plan.Service) []ServicePort {
 	return slices.AppendSeq([]ServicePort{}, n.servicePorts(of))
 }
 
-// listed has buffers for the ServicePorts of a list.
-var listed = sync.Pool{New: func() any { return new([]*plan.ServicePort) }}
-
-// servicePorts iterates over what ServicePorts returns, as it is when that begins.
+// servicePorts iterates over what ServicePorts returns.
 func (n *Node) servicePorts(of plan.Service) iter.Seq[ServicePort] {
-	return func(yield func(ServicePort) bool) {
-		snapshot, buffer := n.snapshot(), listed.Get().(*[]*plan.ServicePort)
-		desired := *buffer
-		defer func() {
-			clear(desired)
-			*buffer = desired[:0]
-			listed.Put(buffer)
-		}()
-		n.View(func(s *proxier.State) {
-			services := s.Plan().Services
-			if of == (plan.Service{}) {
-				desired = slices.Grow(desired, len(services))
-			}
-			for k, sp := range services {
-				if (of.Namespace == "" || k.Service.Namespace == of.Namespace) && (of.Name == "" || k.Service.Name == of.Name) {
-					desired = append(desired, sp)
-				}
-			}
-		})
-		if len(desired) == 0 {
-			return
+	programmed := n.snapshot()
+	var desired []*plan.ServicePort
+	n.View(func(s *proxier.State) {
+		services := s.Plan().Services
+		if of == (plan.Service{}) {
+			desired = make([]*plan.ServicePort, 0, len(services))
 		}
-		slices.SortFunc(desired, func(a, b *plan.ServicePort) int { return a.Key.Compare(b.Key) })
-		refused := n.refused()
-		next, stop := iter.Pull2(snapshot.From(desired[0].Key.Service)) // To find each by its key would take longer than all else.
-		defer stop()
-		programmed, since, more := next()
+		for k, sp := range services {
+			if (of.Namespace == "" || k.Service.Namespace == of.Namespace) && (of.Name == "" || k.Service.Name == of.Name) {
+				desired = append(desired, sp)
+			}
+		}
+	})
+	slices.SortFunc(desired, func(a, b *plan.ServicePort) int { return a.Key.Compare(b.Key) })
+	refused := n.refused()
+	return func(yield func(ServicePort) bool) {
 		for _, sp := range desired {
-			for more && programmed != sp && programmed.Key.Compare(sp.Key) < 0 {
-				programmed, since, more = next()
-			}
 			out := describe(sp)
-			if out.State = Planned; snapshot != nil {
-				out.State, out.Since = stateBeside(programmed, since, sp, refused)
-			}
-			if !yield(out) {
+			if out.State, out.Since = state(sp, programmed, refused); !yield(out) {
 				return
 			}
 		}
@@ -215,16 +194,10 @@ func state(sp *plan.ServicePort, programmed *plan.Snapshot, refused map[plan.Key
 	if programmed == nil {
 		return Planned, time.Time{}
 	}
-	now, since := programmed.Programmed(sp.Key)
-	return stateBeside(now, since, sp, refused)
-}
-
-// stateBeside is state for a ServicePort of which it is known what is programmed, and since when.
-func stateBeside(programmed *plan.ServicePort, since time.Time, sp *plan.ServicePort, refused map[plan.Key]plan.Refusal) (string, time.Time) {
 	if _, ok := refused[sp.Key]; ok {
 		return Refused, time.Time{}
 	}
-	if programmed == sp {
+	if now, since := programmed.Programmed(sp.Key); now == sp {
 		return Programmed, since
 	}
 	return Pending, time.Time{}

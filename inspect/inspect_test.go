@@ -2,9 +2,11 @@ package inspect
 
 import (
 	"bytes"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"iter"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -99,38 +101,15 @@ func BenchmarkAnswers(b *testing.B) {
 	}
 }
 
-// published has a Node answer that all it knows is programmed.
-func published(n *Node) {
-	var publisher plan.Publisher
-	n.View(func(s *proxier.State) { publisher.Publish(s.Plan(), plan.Everything()) })
-	n.Programmed = publisher.Latest
-}
-
-// BenchmarkList measures what a list of 10,000 Services costs: the daemon, which sends it, and the command, which reads and prints it.
+// BenchmarkList measures what it costs the daemon to send a list of 10,000 Services.
 func BenchmarkList(b *testing.B) {
 	n, _ := manyServices(b, 10000)
-	published(n)
-	b.Run("send", func(b *testing.B) {
-		b.ReportAllocs()
-		handler, w := Handler(func() *Node { return n }), discard{http.Header{}}
-		r := httptest.NewRequest(http.MethodGet, "/v1/services", nil)
-		for b.Loop() {
-			handler.ServeHTTP(w, r)
-		}
-	})
-	var text bytes.Buffer
-	require.NoError(b, write(&text, n.servicePorts(plan.Service{})))
-	b.Run("print", func(b *testing.B) {
-		b.ReportAllocs()
-		for b.Loop() {
-			table := NewServicePortTable(false, time.Now())
-			for sp, err := range readRows(bytes.NewReader(text.Bytes())) {
-				require.NoError(b, err)
-				table.Add(sp)
-			}
-			require.NoError(b, table.Write(io.Discard))
-		}
-	})
+	handler, w := Handler(func() *Node { return n }), discard{http.Header{}}
+	r := httptest.NewRequest(http.MethodGet, "/v1/services", nil)
+	b.ReportAllocs()
+	for b.Loop() {
+		handler.ServeHTTP(w, r)
+	}
 }
 
 // discard is where an answer goes that nobody reads.
@@ -139,6 +118,46 @@ type discard struct{ header http.Header }
 func (d discard) Header() http.Header            { return d.header }
 func (d discard) WriteHeader(int)                {}
 func (d discard) Write(data []byte) (int, error) { return len(data), nil }
+
+// TestRowsInPieces: a list is sent as it is made, in the form of encoding/json, and nothing more is made for a client that has gone.
+func TestRowsInPieces(t *testing.T) {
+	t.Parallel()
+	n, _ := manyServices(t, 1000)
+	for _, of := range []plan.Service{{}, {Namespace: "default", Name: "s-1"}, {Name: "none"}} {
+		var got pieces
+		require.NoError(t, write(&got, n.servicePorts(of)))
+		list, all := []ServicePort{}, bytes.Join(got, nil)
+		require.NoError(t, json.Unmarshal(all, &list))
+		require.Equal(t, len(n.ServicePorts(of)), len(list))
+		if of == (plan.Service{}) && (len(list) < 1000 || len(got) < len(all)>>15) {
+			t.Errorf("%d rows in %d pieces of %d bytes", len(list), len(got), len(all))
+		}
+	}
+	made := 0
+	err := write(brokenPipe{}, iter.Seq[ServicePort](func(yield func(ServicePort) bool) {
+		for row := range n.servicePorts(plan.Service{}) {
+			if made++; !yield(row) {
+				return
+			}
+		}
+	}))
+	if err == nil || made > 500 {
+		t.Errorf("for nobody, %d rows are made: %v", made, err)
+	}
+}
+
+// pieces are what is written, each at once.
+type pieces [][]byte
+
+func (p *pieces) Write(data []byte) (int, error) {
+	*p = append(*p, bytes.Clone(data))
+	return len(data), nil
+}
+
+// brokenPipe is where nobody reads any more.
+type brokenPipe struct{}
+
+func (brokenPipe) Write([]byte) (int, error) { return 0, io.ErrClosedPipe }
 
 // serve answers by what node returns at the socket with the path that it returns, and returns a Client of it, and what ends that before the test does.
 func serve(t *testing.T, node func() *Node) (client *Client, path string, end func()) {
@@ -188,10 +207,9 @@ func TestClient(t *testing.T) {
 		t.Errorf("of another namespace: %v, %v", list, err)
 	}
 	one := plan.Service{Namespace: "default", Name: "s-1"}
-	var named []ServicePort
-	err = client.EachServicePort(t.Context(), one, true, func(sp ServicePort) { named = append(named, sp) })
-	if err != nil || len(named) == 0 || slices.ContainsFunc(named, func(sp ServicePort) bool { return sp.Name != one.Name }) {
-		t.Errorf("of %s: %v, %v", one, named, err)
+	if list, err := client.CountedServicePorts(t.Context(), one); err != nil || len(list) == 0 ||
+		slices.ContainsFunc(list, func(sp ServicePort) bool { return sp.Name != one.Name }) {
+		t.Errorf("of %s: %v, %v", one, list, err)
 	}
 	e, err := client.Explain(t.Context(), plan.Service{Namespace: "default", Name: "s-1"})
 	if err != nil || !e.Problem() || !slices.ContainsFunc(e.Diagnoses, func(d Diagnosis) bool { return d.Code == RefusedByKernel }) {

@@ -1,6 +1,7 @@
 package inspect
 
 import (
+	"bufio"
 	"context"
 	"encoding/json"
 	"errors"
@@ -81,12 +82,27 @@ func Handler(node func() *Node) http.Handler {
 	return mux
 }
 
-// write writes an answer as JSON.
+// write writes an answer as JSON. Rows are written one by one: a list of all Services has megabytes, which would make the heap grow.
 func write(w io.Writer, body any) error {
-	if rows, is := body.(iter.Seq[ServicePort]); is {
-		return writeRows(w, rows)
+	rows, is := body.(iter.Seq[ServicePort])
+	if !is {
+		return json.NewEncoder(w).Encode(body)
 	}
-	return json.NewEncoder(w).Encode(body)
+	out, before := bufio.NewWriterSize(w, 32<<10), "["
+	each := json.NewEncoder(out)
+	var row ServicePort // one for all, as it escapes
+	for row = range rows {
+		_, _ = out.WriteString(before) // Each write after one that has failed does, too.
+		if err := each.Encode(&row); err != nil {
+			return err
+		}
+		before = ","
+	}
+	if before == "[" {
+		_, _ = out.WriteString(before)
+	}
+	_, _ = out.WriteString("]\n")
+	return out.Flush()
 }
 
 // Client asks the nodeproxy that runs on this node.
@@ -122,27 +138,13 @@ func (e *SilentError) Error() string {
 }
 
 // ServicePorts asks for what Node.ServicePorts returns.
-func (c *Client) ServicePorts(ctx context.Context, of plan.Service) ([]ServicePort, error) {
-	out := []ServicePort{}
-	return out, c.EachServicePort(ctx, of, false, func(sp ServicePort) { out = append(out, sp) })
+func (c *Client) ServicePorts(ctx context.Context, of plan.Service) (out []ServicePort, err error) {
+	return out, c.get(ctx, "services", url.Values{"namespace": {of.Namespace}, "name": {of.Name}}, &out)
 }
 
-// EachServicePort asks for the same, and calls each with one after the other as they come in; counted, with their Counters, where there are
-// any and they can be read in time. Of an answer that ends with an error, it may have been called with some.
-func (c *Client) EachServicePort(ctx context.Context, of plan.Service, counted bool, each func(ServicePort)) error {
-	q := url.Values{"namespace": {of.Namespace}, "name": {of.Name}}
-	if counted {
-		q.Set("counters", "true")
-	}
-	return c.read(ctx, "services", q, func(answer io.Reader) error {
-		for sp, err := range readRows(answer) {
-			if err != nil {
-				return err
-			}
-			each(sp)
-		}
-		return nil
-	})
+// CountedServicePorts asks for the same with Counters, where there are any and they can be read in time.
+func (c *Client) CountedServicePorts(ctx context.Context, of plan.Service) (out []ServicePort, err error) {
+	return out, c.get(ctx, "services", url.Values{"namespace": {of.Namespace}, "name": {of.Name}, "counters": {"true"}}, &out)
 }
 
 // Findings asks for what Node.AllFindings returns.
@@ -180,11 +182,6 @@ func (c *Client) Trace(ctx context.Context, q TraceQuery) (out *Trace, err error
 }
 
 func (c *Client) get(ctx context.Context, what string, q url.Values, into any) error {
-	return c.read(ctx, what, q, func(answer io.Reader) error { return json.NewDecoder(answer).Decode(into) })
-}
-
-// read calls into with the answer to a question.
-func (c *Client) read(ctx context.Context, what string, q url.Values, into func(io.Reader) error) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	sign := time.AfterFunc(c.patience, func() { cancel(&SilentError{After: c.patience}) })
@@ -205,7 +202,7 @@ func (c *Client) read(ctx context.Context, what string, q url.Values, into func(
 	return err
 }
 
-func (c *Client) ask(ctx context.Context, what string, q url.Values, into func(io.Reader) error) error {
+func (c *Client) ask(ctx context.Context, what string, q url.Values, into any) error {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://nodeproxy/v1/"+what+"?"+q.Encode(), nil)
 	if err != nil {
 		return err
@@ -222,7 +219,7 @@ func (c *Client) ask(ctx context.Context, what string, q url.Values, into func(i
 		text, _ := io.ReadAll(io.LimitReader(resp.Body, 4096))
 		return &AnswerError{resp.StatusCode, string(text)}
 	}
-	if err := into(resp.Body); err != nil {
+	if err := json.NewDecoder(resp.Body).Decode(into); err != nil {
 		return fmt.Errorf("reading the answer: %w", err)
 	}
 	return nil

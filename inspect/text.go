@@ -2,13 +2,13 @@ package inspect
 
 import (
 	"bufio"
-	"bytes"
 	"cmp"
 	"fmt"
 	"io"
 	"slices"
 	"strconv"
 	"strings"
+	"text/tabwriter"
 	"time"
 	"unicode"
 	"unicode/utf8"
@@ -31,108 +31,65 @@ func Printable(s string) string {
 	return quoted[1 : len(quoted)-1]
 }
 
-// table aligns the cells of its rows. It keeps them as one text.
-type table struct {
-	text   []byte // each cell with a tab behind it, the last one of a row with a line feed; none has any in it
-	widths []int  // of columns, in characters
-}
-
-// tableGap is how many spaces are between columns at least.
-const tableGap = 3
-
-func (t *table) add(row []string) {
-	for i, cell := range row {
-		cell = Printable(cell)
-		if i == len(t.widths) {
-			t.widths = append(t.widths, 0)
-		}
-		t.widths[i] = max(t.widths[i], utf8.RuneCountInString(cell))
-		t.text = append(append(t.text, cell...), '\t')
-	}
-	t.text[len(t.text)-1] = '\n'
-}
-
-func (t *table) write(w io.Writer) error {
-	out := bufio.NewWriterSize(w, piece)
-	spaces := bytes.Repeat([]byte(" "), slices.Max(t.widths)+tableGap)
-	column := 0
-	for rest := t.text; len(rest) > 0; {
-		end := bytes.IndexAny(rest, "\t\n")
-		cell := rest[:end]
-		_, _ = out.Write(cell) // Flush returns its error.
-		if column++; rest[end] == '\t' {
-			_, _ = out.Write(spaces[:t.widths[column-1]+tableGap-utf8.RuneCount(cell)])
-		} else {
-			_ = out.WriteByte('\n')
-			column = 0
-		}
-		rest = rest[end+1:]
-	}
-	return out.Flush()
-}
-
 // Table writes rows below a header, in kubectl's form.
 func Table(w io.Writer, header string, rows [][]string) error {
 	for _, r := range rows {
-		fillEmpty(r)
+		for i := range r {
+			r[i] = cmp.Or(r[i], none)
+		}
 	}
 	return aligned(w, strings.Join(strings.Fields(header), "\t"), rows)
 }
 
-// fillEmpty puts none in empty cells.
-func fillEmpty(row []string) {
-	for i := range row {
-		row[i] = cmp.Or(row[i], none)
-	}
-}
-
 // aligned writes rows below a header whose cells end with tabs.
 func aligned(w io.Writer, header string, rows [][]string) error {
-	var t table
-	t.add(strings.Split(header, "\t"))
+	out := bufio.NewWriter(w) // A tabwriter writes each cell on its own.
+	t := tabwriter.NewWriter(out, 0, 0, 3, ' ', 0)
+	line := append([]byte(header), '\n')
 	for _, r := range rows {
-		t.add(r)
+		if _, err := t.Write(line); err != nil {
+			return err
+		}
+		line = line[:0]
+		for i, cell := range r {
+			if i > 0 {
+				line = append(line, '\t')
+			}
+			line = append(line, Printable(cell)...)
+		}
+		line = append(line, '\n')
 	}
-	return t.write(w)
+	_, err := t.Write(line)
+	return cmp.Or(err, t.Flush(), out.Flush())
 }
 
-// ServicePortTable is a table with a row for each ServicePort.
-type ServicePortTable struct {
-	table table
-	wide  bool
-	now   time.Time
-	row   []string
-}
-
-// NewServicePortTable returns a table without rows. In a wide one, they have policies, affinity and counters too. Ages are as of now.
-func NewServicePortTable(wide bool, now time.Time) *ServicePortTable {
-	t := &ServicePortTable{wide: wide, now: now}
-	t.table.add(strings.Fields("NAMESPACE NAME PORT CLUSTER-IP EXTERNAL-IP NODE-PORT ENDPOINTS STATE SINCE" +
-		when(wide, " INTERNAL EXTERNAL AFFINITY FAMILY CONNECTIONS BYTES-IN BYTES-OUT")))
-	return t
-}
-
-// Add adds a row.
-func (t *ServicePortTable) Add(sp ServicePort) {
-	t.row = append(t.row[:0],
-		sp.Namespace, sp.Name, sp.portText(), when(sp.ClusterIP.IsValid(), sp.ClusterIP.String()), strings.Join(slices.Concat(sp.LoadBalancerIPs, sp.ExternalIPs), ","),
-		number(sp.NodePort), strconv.Itoa(sp.Usable)+"/"+strconv.Itoa(sp.Total), sp.State, since(sp.Since, t.now))
-	if t.wide {
-		c := cmp.Or(sp.Counters, &Counters{plan.NotCounted, plan.NotCounted, plan.NotCounted, plan.NotCounted, plan.NotCounted})
-		t.row = append(t.row, sp.InternalPolicy, sp.ExternalPolicy,
-			when(sp.Affinity > 0, duration.HumanDuration(time.Duration(sp.Affinity)*time.Second)), sp.Family,
-			counter(c.Connections), counter(c.BytesIn), counter(c.BytesOut))
+// WriteServicePorts writes a row for each ServicePort; wide adds policies and affinity. Ages are as of now.
+func WriteServicePorts(w io.Writer, list []ServicePort, wide bool, now time.Time) error {
+	header := "NAMESPACE NAME PORT CLUSTER-IP EXTERNAL-IP NODE-PORT ENDPOINTS STATE SINCE" +
+		when(wide, " INTERNAL EXTERNAL AFFINITY FAMILY CONNECTIONS BYTES-IN BYTES-OUT")
+	rows := make([][]string, 0, len(list))
+	for _, sp := range list {
+		row := []string{
+			sp.Namespace, sp.Name, sp.portText(), sp.ClusterIP, strings.Join(append(sp.LoadBalancerIPs[:len(sp.LoadBalancerIPs):len(sp.LoadBalancerIPs)], sp.ExternalIPs...), ","),
+			number(sp.NodePort), fmt.Sprintf("%d/%d", sp.Usable, sp.Total), sp.State, since(sp.Since, now),
+		}
+		if wide {
+			affinity := when(sp.Affinity > 0, duration.HumanDuration(time.Duration(sp.Affinity)*time.Second))
+			row = append(row, sp.InternalPolicy, sp.ExternalPolicy, affinity, sp.Family)
+			c := sp.Counters
+			if c == nil {
+				c = &Counters{plan.NotCounted, plan.NotCounted, plan.NotCounted, plan.NotCounted, plan.NotCounted}
+			}
+			row = append(row, counter(c.Connections), counter(c.BytesIn), counter(c.BytesOut))
+		}
+		rows = append(rows, row)
 	}
-	fillEmpty(t.row)
-	t.table.add(t.row)
+	return Table(w, header, rows)
 }
-
-// Write writes the table.
-func (t *ServicePortTable) Write(w io.Writer) error { return t.table.write(w) }
 
 // portText is a port as in "80/TCP (http)".
 func (sp ServicePort) portText() string {
-	return strconv.Itoa(int(sp.Number)) + "/" + string(sp.Protocol) + when(sp.Port != "", "("+sp.Port+")")
+	return fmt.Sprintf("%d/%s", sp.Number, sp.Protocol) + when(sp.Port != "", "("+sp.Port+")")
 }
 
 // words returns the texts of a list.
@@ -197,7 +154,7 @@ func upper(s string) string { return strings.ToUpper(s[:1]) + s[1:] }
 // counter is a counter as a cell, which is empty for what is not counted.
 func counter(n int64) string { return when(n != plan.NotCounted, strconv.FormatInt(n, 10)) }
 
-func number(port uint16) string { return when(port != 0, strconv.Itoa(int(port))) }
+func number(port uint16) string { return when(port != 0, fmt.Sprint(port)) }
 
 func since(t, now time.Time) string { return when(!t.IsZero(), duration.HumanDuration(now.Sub(t))) }
 

@@ -1,14 +1,9 @@
 package inspect
 
 import (
-	"fmt"
 	"strings"
 	"testing"
-	"text/tabwriter"
 	"time"
-
-	"github.com/stretchr/testify/require"
-	"pgregory.net/rapid"
 )
 
 func TestUse(t *testing.T) {
@@ -27,40 +22,23 @@ func TestUse(t *testing.T) {
 	}
 }
 
-// TestServicePortTable: an empty cell is never empty text, several addresses share a cell, and a cell can't end its row.
-func TestServicePortTable(t *testing.T) {
+// TestWriteServicePorts: an empty cell is never empty text, several addresses share a cell, and a cell can't end its row.
+func TestWriteServicePorts(t *testing.T) {
 	t.Parallel()
 	now := time.Unix(1e9, 0)
-	table := NewServicePortTable(true, now)
-	table.Add(ServicePort{
+	var out strings.Builder
+	if err := WriteServicePorts(&out, []ServicePort{{
 		Namespace: "a", Name: "b\nc", Port: "http", Number: 80, Protocol: "TCP", Family: "IPv4", LoadBalancerIPs: []string{"192.0.2.1"},
 		ExternalIPs: []string{"192.0.2.2"}, InternalPolicy: "Cluster", Affinity: 90, State: Programmed, Since: now.Add(-2 * time.Hour), Total: 3,
 		Counters: &Counters{7, -1, -1, -1, -1},
-	})
-	var out strings.Builder
-	require.NoError(t, table.Write(&out))
+	}}, true, now); err != nil {
+		t.Fatal(err)
+	}
 	lines := strings.Split(strings.TrimSpace(out.String()), "\n")
 	want := `a b\nc 80/TCP(http) <none> 192.0.2.1,192.0.2.2 <none> 0/3 programmed 120m Cluster <none> 90s IPv4 7 <none> <none>`
 	if len(lines) != 2 || strings.Join(strings.Fields(lines[1]), " ") != want {
 		t.Errorf("%s\nwant the row %s", out.String(), want)
 	}
-}
-
-// TestTableLikeTabwriter: columns are where text/tabwriter puts them.
-func TestTableLikeTabwriter(t *testing.T) {
-	t.Parallel()
-	rapid.Check(t, func(t *rapid.T) {
-		columns := rapid.IntRange(1, 4).Draw(t, "columns")
-		rows := rapid.SliceOfN(rapid.SliceOfN(rapid.StringMatching(`[a-zü€ ]{0,6}`), columns, columns), 1, 5).Draw(t, "rows")
-		var got, want strings.Builder
-		require.NoError(t, aligned(&got, strings.Join(rows[0], "\t"), rows[1:]))
-		w := tabwriter.NewWriter(&want, 0, 0, tableGap, ' ', 0)
-		for _, r := range rows {
-			fmt.Fprintln(w, strings.Join(r, "\t"))
-		}
-		require.NoError(t, w.Flush())
-		require.Equal(t, want.String(), got.String())
-	})
 }
 
 func TestSimilar(t *testing.T) {

@@ -74,19 +74,6 @@ func (s *Snapshot) Services() iter.Seq2[Service, []*ServicePort] {
 	}
 }
 
-// From iterates over the ServicePorts of a Service and of those behind it, in order of key, each with the time that Programmed returns for it. A
-// nil Snapshot has none.
-func (s *Snapshot) From(svc Service) iter.Seq2[*ServicePort, time.Time] {
-	return func(yield func(*ServicePort, time.Time) bool) {
-		if s == nil {
-			return
-		}
-		s.services.AscendGreaterOrEqual(&programmed{service: &svc}, func(e *programmed) bool {
-			return !slices.ContainsFunc(e.ports, func(sp *ServicePort) bool { return !yield(sp, e.since) })
-		})
-	}
-}
-
 // Publisher makes snapshots of a Plan. Its zero value has published nothing.
 type Publisher struct {
 	latest   atomic.Pointer[Snapshot]

@@ -50,23 +50,20 @@ func getServicesCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			var list []inspect.ServicePort // for other forms than tables, in which rows take less memory
-			table, rows := inspect.NewServicePortTable(i.output == "wide", time.Now()), 0
-			add := table.Add
-			if i.output == "json" || i.output == "yaml" {
-				add = func(sp inspect.ServicePort) { list = append(list, sp) }
+			ask := from.ServicePorts
+			if i.output != "" && i.output != "table" {
+				ask = from.CountedServicePorts
 			}
-			err = from.EachServicePort(cmd.Context(), of, i.output != "" && i.output != "table", func(sp inspect.ServicePort) {
-				rows++
-				add(sp)
-			})
+			list, err := ask(cmd.Context(), of)
 			if err != nil {
 				return err
 			}
-			if rows == 0 {
+			if len(list) == 0 {
 				return noneFound(cmd.Context(), from, of)
 			}
-			return i.show(cmd.OutOrStdout(), list, false, func(string) error { return table.Write(cmd.OutOrStdout()) })
+			return i.show(cmd.OutOrStdout(), list, false, func(form string) error {
+				return inspect.WriteServicePorts(cmd.OutOrStdout(), list, form == "wide", time.Now())
+			})
 		},
 	}
 	i.add(cmd, "table, wide, json or yaml")

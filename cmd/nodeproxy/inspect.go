@@ -28,7 +28,7 @@ import (
 // answers are what commands that look at Services get their answers from: the daemon on this node, or objects that they read themselves.
 type answers interface {
 	ServicePorts(ctx context.Context, of plan.Service) ([]inspect.ServicePort, error)
-	EachServicePort(ctx context.Context, of plan.Service, counted bool, each func(inspect.ServicePort)) error
+	CountedServicePorts(ctx context.Context, of plan.Service) ([]inspect.ServicePort, error)
 	Explain(ctx context.Context, svc plan.Service) (*inspect.Explanation, error)
 	Findings(ctx context.Context) ([]inspect.Finding, error)
 	Trace(ctx context.Context, q inspect.TraceQuery) (*inspect.Trace, error)
@@ -187,11 +187,8 @@ func (a ownAnswers) ServicePorts(_ context.Context, of plan.Service) ([]inspect.
 	return a.node.ServicePorts(of), nil
 }
 
-func (a ownAnswers) EachServicePort(_ context.Context, of plan.Service, _ bool, each func(inspect.ServicePort)) error {
-	for _, sp := range a.node.ServicePorts(of) {
-		each(sp)
-	}
-	return nil
+func (a ownAnswers) CountedServicePorts(ctx context.Context, of plan.Service) ([]inspect.ServicePort, error) {
+	return a.ServicePorts(ctx, of)
 }
 
 func (a ownAnswers) Explain(_ context.Context, svc plan.Service) (*inspect.Explanation, error) {

@@ -138,7 +138,7 @@ func TestRefusedByNFTables(t *testing.T) {
 		eventually(t, "the Services are as they should be", func() bool {
 			got = nil
 			for _, sp := range c.services() {
-				got = append(got, sp.Name+" "+sp.ClusterIP.String()+" "+sp.State)
+				got = append(got, sp.Name+" "+sp.ClusterIP+" "+sp.State)
 			}
 			slices.Sort(got)
 			return slices.Equal(got, want)
