@@ -55,8 +55,8 @@ func (s *Set) CollectHealthCheckNodePorts(read func() (all, failing int)) {
 
 // CollectPacketCounters adds kube-proxy's two counters of packets, in mode iptables: those that were dropped since connection
 // tracking took them for invalid, and those that were accepted for node ports at loopback addresses. What is nil is left
-// out. They are called at scrapes, but no more often than a thousandth of a processor's time allows, or each half minute, as each runs a
-// program. An error is logged, and the metric left out of that scrape. It must be called only once.
+// out. They are called at scrapes, but no more often than a thousandth of a processor's time allows, and what is sent is never older than
+// half a minute, as each runs a program. An error is logged, and the metric left out of that scrape. It must be called only once.
 func (s *Set) CollectPacketCounters(invalidDropped, localhostNodePorts func() (uint64, error)) {
 	if s.cfg.Mode != iptables {
 		return
