@@ -11,7 +11,7 @@ import (
 	"nodeproxy/e2e/harness"
 )
 
-// inFirstTier are the scenarios of "make test", in each mode; takeOverInFirstTier is the take-over beside them, in mode iptables.
+// inFirstTier are the scenarios of "make test" and of phase cluster-ipvs; takeOverInFirstTier is the take-over beside them, in mode iptables.
 var inFirstTier = []string{"rolling-update-under-load", "policies", "delete-and-recreate-same-ip", "daemon-killed-and-restarted-under-load"}
 
 const takeOverInFirstTier = "take-over-from-iptables-by-iptables"
