@@ -33,8 +33,13 @@ func traceSocket(t *testing.T) string {
 	return filepath.Join(dir, "s")
 }
 
+// inFirstTierTraced is of how many packets the first tier asks about one. Cells are in the order of nested loops of two to six turns each, so
+// that all values of each of their fields come up.
+const inFirstTierTraced = 7
+
 // checkTraces compares what nodeproxy says will happen to the packet of each question with what is expected of the packet itself: that
-// the daemon says so for all, and that it is said offline for a part of them, as each takes a process of its own.
+// the daemon says so for all, and that it is said offline for a part of them, as each takes a process of its own. The first tier asks about a
+// part of both.
 func (m *matrix) checkTraces(t *testing.T, socket string, flags ...string) {
 	t.Helper()
 	client := inspect.NewClient(socket)
@@ -83,13 +88,18 @@ func (m *matrix) checkTraces(t *testing.T, socket string, flags ...string) {
 			}
 		})
 	}
-	begin := time.Now()
-	for _, c := range m.cells {
-		work <- c
+	begin, every := time.Now(), 1
+	if os.Getenv(tierVariable) == firstTier {
+		every = inFirstTierTraced
+	}
+	asked := 0
+	for i := 0; i < len(m.cells); i += every {
+		work <- m.cells[i]
+		asked++
 	}
 	close(work)
 	wait.Wait()
-	t.Logf("trace agrees on %d of %d packets; that took %v", len(m.cells)-len(wrong), len(m.cells), time.Since(begin).Round(time.Second))
+	t.Logf("trace is wrong %d times about %d of %d packets; that took %v", len(wrong), asked, len(m.cells), time.Since(begin).Round(time.Second))
 	for _, problem := range wrong {
 		t.Error(problem)
 	}
