@@ -6,9 +6,11 @@ import (
 	"net/netip"
 	"os"
 	"os/exec"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -63,6 +65,33 @@ func service(at netip.AddrPort, protocol uint16, scheduler string) *ipvs.Service
 		s.AddressFamily, s.Netmask = syscall.AF_INET6, 128
 	}
 	return s
+}
+
+// TestRegisters: threads of one process, which are one process to the host, do not get each other's floating-point registers; see shim/xstate.c.
+func TestRegisters(t *testing.T) {
+	if !inside(t) {
+		return
+	}
+	compute := func(seed int) float64 {
+		x := 1 / float64(seed+3)
+		for range 20_000_000 {
+			x = 3.9 * x * (1 - x) // Whatever goes wrong once makes another number of all that follow.
+		}
+		return x
+	}
+	var alone, beside [8]float64
+	for i := range alone {
+		alone[i] = compute(i)
+	}
+	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(len(beside)))
+	var all sync.WaitGroup
+	for i := range beside {
+		all.Go(func() { beside[i] = compute(i) })
+	}
+	all.Wait()
+	if alone != beside {
+		t.Errorf("one after the other: %v; side by side: %v", alone, beside)
+	}
 }
 
 func TestSchedulers(t *testing.T) {
