@@ -33,8 +33,8 @@ func traceSocket(t *testing.T) string {
 	return filepath.Join(dir, "s")
 }
 
-// inFirstTierTraced is of how many packets the first tier asks about one. Cells are in the order of nested loops of two to six turns each, so
-// that all values of each of their fields come up.
+// inFirstTierTraced is of how many packets the first tier asks about one. It has no divisor in common with the numbers of clients, protocols and
+// families, over which the inner loops go that make the cells, so all of them come up.
 const inFirstTierTraced = 7
 
 // checkTraces compares what nodeproxy says will happen to the packet of each question with what is expected of the packet itself: that

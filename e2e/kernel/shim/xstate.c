@@ -6,9 +6,8 @@
  * buffer that short, and the guest panics at its first process. This writes the short buffer over the area's beginning and hands the host
  * the whole area.
  *
- * And for PTRACE_SETREGSET the host maps memory for a copy, which takes longer than the rest of the system call where it runs in a virtual
- * machine without support from the processor. Since the state is mostly the one that was read last, this leaves that out then. Only what
- * was read or written since the process last ran counts.
+ * And for PTRACE_SETREGSET the host maps memory for a copy, which takes as long as the rest of the system call where it runs in a virtual
+ * machine without support from the processor. Mostly the state is the one that was read when the process stopped; then this writes nothing.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -18,34 +17,33 @@
 #include <sys/ptrace.h>
 #include <sys/uio.h>
 
-/* The state of the process that was read or written last; of none while pid is 0. */
+/* The state of a process that was read last, and of which process; of none while pid is 0. */
 static struct {
 	int pid;
 	size_t size;
-	char area[65536] __attribute__((aligned(64)));
+	char area[4096];
 } known;
 
-static int is_known(int pid, struct iovec *part)
+static void know(int pid, const struct iovec *part)
 {
-	size_t size = part->iov_len < known.size ? part->iov_len : known.size; /* The host has no more, or was asked for no more. */
-
-	return known.pid == pid && !memcmp(known.area, part->iov_base, size);
+	if (part->iov_len > sizeof known.area)
+		return;
+	known.pid = pid;
+	known.size = part->iov_len;
+	memcpy(known.area, part->iov_base, part->iov_len);
 }
 
-static void know(int pid, struct iovec *part)
+static int is_known(int pid, const struct iovec *part)
 {
-	known.pid = part->iov_len <= sizeof known.area ? pid : 0;
-	if (known.pid) {
-		known.size = part->iov_len;
-		memcpy(known.area, part->iov_base, part->iov_len);
-	}
+	size_t size = part->iov_len < known.size ? part->iov_len : known.size; /* The host may have less than there is room for. */
+
+	return known.pid == pid && !memcmp(known.area, part->iov_base, size);
 }
 
 long ptrace(enum __ptrace_request request, ...)
 {
 	static long (*next)(int, ...);
 	static char area[65536] __attribute__((aligned(64)));
-	static size_t size; /* of the whole state */
 	va_list args;
 
 	va_start(args, request);
@@ -54,51 +52,28 @@ long ptrace(enum __ptrace_request request, ...)
 	void *data = va_arg(args, void *);
 	va_end(args);
 
+	int is_state = (request == PTRACE_GETREGSET || request == PTRACE_SETREGSET) && (long)addr == NT_X86_XSTATE;
+	struct iovec *part = data, whole = { area, sizeof area };
+
 	if (!next)
 		next = dlsym(RTLD_NEXT, "ptrace");
-	switch ((int)request) {
-	case PTRACE_GETREGSET:
-	case PTRACE_SETREGSET:
-		break;
-	case PTRACE_GETREGS:
-	case PTRACE_SETREGS:
-	case PTRACE_GETSIGINFO:
-		return next(request, pid, addr, data);
-	default: /* The process may run, or be another one from now on. */
+	if (is_state && request == PTRACE_SETREGSET) {
+		if (is_known(pid, part))
+			return 0;
 		known.pid = 0;
-		return next(request, pid, addr, data);
-	}
-	if ((long)addr != NT_X86_XSTATE)
-		return next(request, pid, addr, data);
-
-	struct iovec *part = data;
-	if (request == PTRACE_GETREGSET) {
-		known.pid = 0;
-		long result = next(request, pid, addr, data);
-		if (result >= 0)
-			know(pid, part);
-		return result;
-	}
-	if (is_known(pid, part))
-		return 0;
-	known.pid = 0;
-	struct iovec whole = { area, sizeof area };
-	if (!size) {
 		long result = next(PTRACE_GETREGSET, pid, addr, &whole);
 		if (result < 0)
 			return result;
-		size = whole.iov_len;
+		if (whole.iov_len > part->iov_len) {
+			memcpy(area, part->iov_base, part->iov_len);
+			return next(request, pid, addr, &whole);
+		}
 	}
-	long result;
-	if (size > part->iov_len) {
-		result = next(PTRACE_GETREGSET, pid, addr, &whole);
-		if (result < 0)
-			return result;
-		memcpy(area, part->iov_base, part->iov_len);
-		result = next(request, pid, addr, &whole);
-	} else
-		result = next(request, pid, addr, data);
-	if (result >= 0)
+	/* After any other request, the process may have run, or be another one. */
+	if (request != PTRACE_GETREGS && request != PTRACE_SETREGS && request != PTRACE_GETSIGINFO)
+		known.pid = 0;
+	long result = next(request, pid, addr, data);
+	if (is_state && request == PTRACE_GETREGSET && result >= 0)
 		know(pid, part);
 	return result;
 }
