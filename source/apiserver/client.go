@@ -40,6 +40,8 @@ type ClientConfig struct {
 	Burst int
 	// UserAgent names the program to the API server; empty means client-go's own text.
 	UserAgent string
+	// Transport, if not nil, answers in place of the network.
+	Transport http.RoundTripper
 }
 
 // Client makes requests to an API server, for the API groups that this program uses. It is not client-go's clientset, which links
@@ -154,6 +156,7 @@ func (c ClientConfig) rest() (*rest.Config, error) {
 	cfg.AcceptContentTypes = cmp.Or(c.AcceptContentTypes, runtime.ContentTypeProtobuf+","+runtime.ContentTypeJSON)
 	cfg.QPS, cfg.Burst = cmp.Or(c.QPS, rest.DefaultQPS), cmp.Or(c.Burst, rest.DefaultBurst)
 	cfg.UserAgent = c.UserAgent
+	cfg.Transport = c.Transport
 	return cfg, nil
 }
 

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"io"
-	"math/rand/v2"
 	"sync"
 	"time"
 
@@ -51,7 +50,7 @@ type follower struct {
 }
 
 func newFollower(r *resource, s *store) *follower {
-	return &follower{resource: r, store: s, newest: "0", alone: true, lists: attempts{n: 1}}
+	return &follower{resource: r, store: s, newest: "0", alone: true, lists: attempts{n: 1, random: r.random}, watches: attempts{random: r.random}}
 }
 
 // run goes on until ctx ends.
@@ -80,9 +79,9 @@ func (f *follower) openMissing(ctx context.Context) {
 	switch {
 	case !q.again || q.pause.length > 0:
 	case f.plain:
-		q.pause.length = jittered(shortest)
+		q.pause.length = jittered(shortest, f.random)
 	default:
-		q.pause.length = f.before + rand.N(spread)
+		q.pause.length = f.before + f.random(spread)
 	}
 	switch {
 	case !f.plain:

@@ -35,6 +35,8 @@ type resource struct {
 	newList        func() runtime.Object
 	silence        time.Duration
 	log            *slog.Logger
+	// random returns a random time below a limit.
+	random func(limit time.Duration) time.Duration
 	// optional is true for a resource that not every API server has, and that the program can do without. group is its API group.
 	// If it is not served, or not to this program, it is requested again only after askAgain; unavailable is called after each
 	// failed request for it, whatever the reason.

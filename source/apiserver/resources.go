@@ -3,6 +3,7 @@ package apiserver
 import (
 	"cmp"
 	"context"
+	"math/rand/v2"
 	"time"
 
 	v1 "k8s.io/api/core/v1"
@@ -48,12 +49,17 @@ func resources(cfg Config) []*resource {
 		put:      func(b *source.Batch, name types.NamespacedName, obj any) { put(&b.ServiceCIDRs, name.Name, obj) },
 		optional: true, group: networking.GroupName, askAgain: cmp.Or(cfg.askAgain, askAgain),
 	}}
+	random := cfg.Random
+	if random == nil {
+		random = func(_ string, limit time.Duration) time.Duration { return rand.N(limit) }
+	}
 	all, again := &answers{}, make(turn, 1)
 	for _, r := range out {
 		kinds, _, err := scheme.ObjectKinds(r.example)
 		utilruntime.Must(err)
 		r.apiVersion, r.kind = kinds[0].ToAPIVersionAndKind()
 		r.silence, r.log, r.answers, r.turn = cfg.Silence, cfg.Log, all, again
+		r.random = func(limit time.Duration) time.Duration { return random(r.name, limit) }
 		if r.name != endpointSlices {
 			r.before = spread
 		}

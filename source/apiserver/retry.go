@@ -3,7 +3,6 @@ package apiserver
 import (
 	"context"
 	"errors"
-	"math/rand/v2"
 	"sync"
 	"time"
 
@@ -36,7 +35,10 @@ const (
 )
 
 // attempts counts those since the last that has lasted. The first one after that follows without a pause.
-type attempts struct{ n int }
+type attempts struct {
+	n      int
+	random func(time.Duration) time.Duration // as in resource
+}
 
 // pause is one before an attempt. What ends it early, unless that is nil, is an answer of the API server to another request.
 type pause struct {
@@ -56,7 +58,7 @@ func (a *attempts) next(answered <-chan struct{}, lasted time.Duration, err erro
 	if !reached(err) {
 		out.answered, most = answered, longestUnreached
 	}
-	out.length = jittered(min(shortest<<(n-1), most))
+	out.length = jittered(min(shortest<<(n-1), most), a.random)
 	if lasted >= out.length {
 		a.n = 1
 		return pause{}
@@ -65,7 +67,9 @@ func (a *attempts) next(answered <-chan struct{}, lasted time.Duration, err erro
 }
 
 // jittered returns a random time between d and twice that.
-func jittered(d time.Duration) time.Duration { return d + rand.N(d) }
+func jittered(d time.Duration, random func(time.Duration) time.Duration) time.Duration {
+	return d + random(d)
+}
 
 // reached reports whether an error came from the API server, not from the way to it.
 func reached(err error) bool {

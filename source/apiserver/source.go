@@ -49,7 +49,9 @@ type Config struct {
 	// NodeTimeout for any Node; zero means not to wait for pod CIDRs. It is for detect-local-mode NodeCIDR: without them the node's
 	// pods can't be distinguished from other clients.
 	PodCIDRTimeout time.Duration
-	Log            *slog.Logger
+	// Random returns a random time below a limit, for a pause of what asks for a resource; nil for what chance says.
+	Random func(resource string, limit time.Duration) time.Duration
+	Log    *slog.Logger
 	// Report receives findings about objects; nil discards them.
 	Report source.Report
 

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"math/rand/v2"
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -129,7 +128,7 @@ func (r *resource) forward(ctx context.Context, q request, receive func(message)
 		return r.forwardList(ctx, q, receive)
 	}
 	q.Watch, q.AllowWatchBookmarks = true, true
-	q.TimeoutSeconds = ptr.To(int64((leastWatch + rand.N(leastWatch)).Seconds()))
+	q.TimeoutSeconds = ptr.To(int64((leastWatch + r.random(leastWatch)).Seconds()))
 	asking, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	late := time.AfterFunc(q.begin, func() { cancel(noAnswer(q.begin)) })

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"hash/fnv"
 	"io"
 	"maps"
 	"math"
@@ -27,7 +28,7 @@ import (
 
 // Cluster is a cluster with several API servers behind a load balancer, for tests in simulated time (testing/synctest). As with real ones,
 // there is one history of all objects, with versions that rise; each server has a cache that lags behind it; and any of them may get any
-// request. It is an http.RoundTripper that answers in JSON. The mutex guards all fields; methods other than RoundTrip need it locked.
+// request. It is an http.RoundTripper that answers in JSON, and takes everything that is written for granted. The mutex guards all fields; methods other than RoundTrip need it locked.
 type Cluster struct {
 	sync.Mutex
 	// Random draws what happens where several things may.
@@ -48,6 +49,7 @@ type Cluster struct {
 	Open  int
 
 	resources map[string]metav1.TypeMeta
+	seed      uint64
 	step      int // between versions
 	backup    int // how much of the history a backup has
 }
@@ -134,7 +136,7 @@ var statuses = map[Trouble]metav1.Status{
 
 // NewCluster returns a cluster of so many servers, without objects.
 func NewCluster(random *rand.Rand, servers int) *Cluster {
-	c := &Cluster{Random: random, Version: 1000, step: 4, resources: map[string]metav1.TypeMeta{
+	c := &Cluster{Random: random, seed: random.Uint64(), Version: 1000, step: 4, resources: map[string]metav1.TypeMeta{
 		"services": {APIVersion: "v1", Kind: "Service"}, "nodes": {APIVersion: "v1", Kind: "Node"},
 		"endpointslices": {APIVersion: "discovery.k8s.io/v1", Kind: "EndpointSlice"},
 		"servicecidrs":   {APIVersion: "networking.k8s.io/v1", Kind: "ServiceCIDR"}}}
@@ -242,23 +244,35 @@ func (c *Cluster) Restore() {
 	}
 }
 
+// random returns what draws for a request: the same for the same one at the same time, whatever others there are.
+func (c *Cluster) random(r *http.Request) *rand.Rand {
+	h := fnv.New64a()
+	fmt.Fprint(h, r.Method, r.URL, time.Now().UnixNano())
+	return rand.New(rand.NewPCG(c.seed, h.Sum64()))
+}
+
+func sorted(objects map[types.NamespacedName]Change) []Change {
+	return slices.SortedFunc(maps.Values(objects), func(a, b Change) int { return strings.Compare(a.Name.String(), b.Name.String()) })
+}
+
 // RoundTrip implements http.RoundTripper.
 func (c *Cluster) RoundTrip(r *http.Request) (*http.Response, error) {
 	q := r.URL.Query()
 	a := Request{At: time.Now(), Verb: "list", Resource: path.Base(r.URL.Path)}
+	random := c.random(r)
 	if q.Get("watch") != "" {
 		a.Verb = "watch" + q.Get("sendInitialEvents")
 	}
 	c.Lock()
 	c.Asked = append(c.Asked, a)
-	s := c.Servers[c.Random.IntN(len(c.Servers))]
+	s := c.Servers[random.IntN(len(c.Servers))]
 	var there, back time.Duration
 	if c.Travel != nil {
 		there, back = c.Travel(a), c.Travel(a)
 	}
 	what := s.Ill
-	if what == None && len(c.Troubles) > 0 && c.Random.IntN(4) > 0 {
-		what = c.Troubles[c.Random.IntN(len(c.Troubles))]
+	if what == None && len(c.Troubles) > 0 && random.IntN(4) > 0 {
+		what = c.Troubles[random.IntN(len(c.Troubles))]
 	}
 	c.Unlock()
 	time.Sleep(there)
@@ -272,10 +286,12 @@ func (c *Cluster) RoundTrip(r *http.Request) (*http.Response, error) {
 		return nil, context.DeadlineExceeded
 	case fails:
 		return respond(int(status.Code), statusOf(what)), nil
+	case r.Method != http.MethodGet:
+		return &http.Response{StatusCode: http.StatusCreated, Header: http.Header{"Content-Type": {"application/json"}}, Body: r.Body}, nil
 	case a.Verb == "list":
 		return c.list(s, a.Resource, q.Get("resourceVersion"), what), nil
 	}
-	return c.watch(r.Context(), s, a, q.Get("resourceVersion"), what), nil
+	return c.watch(r.Context(), s, a, q.Get("resourceVersion"), what, random), nil
 }
 
 // Respond returns the answer that a trouble with a status consists in.
@@ -326,7 +342,7 @@ func (c *Cluster) list(s *CachingServer, resource, from string, what Trouble) *h
 		as = c.Version
 	}
 	items := []any{}
-	for _, o := range Objects(c.Log, resource, as) {
+	for _, o := range sorted(Objects(c.Log, resource, as)) {
 		items = append(items, o.Object)
 	}
 	meta := c.resources[resource]
@@ -354,13 +370,14 @@ type watching struct {
 	ended    chan struct{}
 	limit    int // how many events come before the answer breaks off, while there is trouble
 	what     Trouble
+	random   *rand.Rand
 	to       *json.Encoder
 }
 
-func (c *Cluster) watch(ctx context.Context, s *CachingServer, a Request, from string, what Trouble) *http.Response {
+func (c *Cluster) watch(ctx context.Context, s *CachingServer, a Request, from string, what Trouble, random *rand.Rand) *http.Response {
 	c.Lock()
 	defer c.Unlock()
-	w := &watching{CachingServer: s, resource: a.Resource, initial: a.Verb == "watchtrue", ended: s.ended, limit: math.MaxInt, what: what}
+	w := &watching{CachingServer: s, random: random, resource: a.Resource, initial: a.Verb == "watchtrue", ended: s.ended, limit: math.MaxInt, what: what}
 	w.after, _ = strconv.Atoi(from)
 	switch {
 	case a.Verb != "watch" && s.Streams == Unknown:
@@ -376,13 +393,13 @@ func (c *Cluster) watch(ctx context.Context, s *CachingServer, a Request, from s
 		}
 	case a.Verb == "watchfalse":
 		w.after = c.Version
-	case w.after < s.Oldest && c.Random.IntN(2) == 0:
+	case w.after < s.Oldest && random.IntN(2) == 0:
 		return Respond(Expired)
 	case w.after < s.Oldest: // as most often: the answer begins well
 		return RespondEvent(Expired)
 	}
 	if what != None {
-		w.limit = c.Random.IntN(4)
+		w.limit = random.IntN(4)
 	}
 	out, in := io.Pipe()
 	w.to = json.NewEncoder(in)
@@ -437,7 +454,7 @@ func (c *Cluster) sendFirst(w *watching) bool {
 	w.after = w.Seen
 	all, streams := Objects(c.Log, w.resource, w.after), w.Streams
 	c.Unlock()
-	for _, o := range slices.SortedFunc(maps.Values(all), func(a, b Change) int { return strings.Compare(a.Name.String(), b.Name.String()) }) {
+	for _, o := range sorted(all) {
 		c.Lock()
 		var pace time.Duration
 		if c.Pace != nil {
@@ -470,7 +487,7 @@ func (c *Cluster) sendChanges(ctx context.Context, w *watching) {
 		var more []Change
 		for _, o := range c.Log {
 			if o.Resource == w.resource && o.Version > w.after && o.Version <= w.Seen {
-				if more = append(more, o); c.Random.IntN(20) == 0 {
+				if more = append(more, o); w.random.IntN(20) == 0 {
 					more = append(more, o) // twice
 				}
 			}
