@@ -36,8 +36,14 @@ func Verify[E Verifier](ctx context.Context, engines []E, svc plan.Service) (thi
 // errUnknown is what Verify returns where there is nothing to compare the kernel with.
 var errUnknown = errors.New("what the kernel holds is not known until the next sync has succeeded")
 
+// Mutex is a sync.Mutex, or what serves as one.
+type Mutex interface {
+	sync.Locker
+	TryLock() bool
+}
+
 // Known calls take with mu locked, which a sync may hold for long, to copy what is known of the kernel. take returns false if nothing is.
-func Known(ctx context.Context, mu *sync.Mutex, take func() (known bool)) error {
+func Known(ctx context.Context, mu Mutex, take func() (known bool)) error {
 	if err := Lock(ctx, mu); err != nil {
 		return err
 	}
@@ -52,7 +58,7 @@ func Known(ctx context.Context, mu *sync.Mutex, take func() (known bool)) error 
 const lockTry = 5 * time.Millisecond
 
 // Lock locks what a sync may have locked for long, unless ctx ends before.
-func Lock(ctx context.Context, mu *sync.Mutex) error {
+func Lock(ctx context.Context, mu Mutex) error {
 	for !mu.TryLock() {
 		select {
 		case <-ctx.Done():

@@ -13,7 +13,6 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"sync"
 	"sync/atomic"
 
 	"nodeproxy/backend"
@@ -47,7 +46,25 @@ type Config struct {
 	// Refused, if not nil, is called with all ServicePorts of a family that the kernel does not take, whenever these are others than
 	// before. It must not block.
 	Refused func(plan.Family, []plan.Refusal)
-	Log     *slog.Logger
+	// Tables, if not nil, takes the place of the programs of iptables and of the kernel.
+	Tables *Tables
+	Log    *slog.Logger
+}
+
+// Tables are tables that no program of iptables is needed for.
+type Tables struct {
+	// Kernels are the tables of each family.
+	Kernels map[plan.Family]xtables.Kernel
+	// Watch notices what others change in them.
+	Watch Watch
+	// MaxNames is as in xtables.Writer.
+	MaxNames int
+}
+
+// Watch notices what others change, as an xtables.Watch does.
+type Watch interface {
+	Writing() (done func())
+	Run(ctx context.Context, suspect func(why string)) error
 }
 
 // Backend keeps the iptables rules of this network namespace equal to a plan. Sync is not safe for concurrent use.
@@ -55,20 +72,43 @@ type Backend struct {
 	backend.PerFamily[*engine]
 	// Variant is the implementation of iptables in use.
 	Variant xtables.Variant
-	watch   *xtables.Watch
+	watch   Watch
 }
 
 // New finds the iptables programs and what they and the kernel can do. It changes nothing. A family for which there are
 // none, or for which the kernel has no table nat, is left out with a warning (Families returns the rest); New fails if none remains.
 func New(cfg Config) (*Backend, error) {
-	if cfg.Variant == "" {
-		cfg.Variant = xtables.Detect()
+	b := &Backend{Variant: cfg.Variant}
+	var open func(plan.Family) (*engine, error)
+	if cfg.Tables != nil {
+		b.Variant, b.watch = xtables.NFT, cfg.Tables.Watch
+		open = func(f plan.Family) (*engine, error) {
+			w := &xtables.Writer{Kernel: cfg.Tables.Kernels[f], MaxNames: cfg.Tables.MaxNames, Log: cfg.Log}
+			return newEngine(w, f, true, cfg), nil
+		}
+	} else {
+		if b.Variant == "" {
+			b.Variant = xtables.Detect()
+		}
+		b.watch, open = openPrograms(b.Variant, cfg)
 	}
-	b := &Backend{Variant: cfg.Variant, watch: &xtables.Watch{}}
 	b.Concurrent, b.Compared, b.Log = true, cfg.Compared, cfg.Log
 	var err error
-	b.Engines, err = backend.Open("iptables", cfg.Families, cfg.Log, func(f plan.Family) (*engine, error) {
-		t, err := xtables.Find(cfg.Variant, f)
+	b.Engines, err = backend.Open("iptables", cfg.Families, cfg.Log, open)
+	if err != nil {
+		return nil, err
+	}
+	for _, e := range b.Engines {
+		e.writing = b.watch.Writing
+	}
+	return b, nil
+}
+
+// openPrograms returns what opens the engine of a family with the programs of iptables, and the watch of what they write.
+func openPrograms(v xtables.Variant, cfg Config) (Watch, func(plan.Family) (*engine, error)) {
+	watch := &xtables.Watch{}
+	return watch, func(f plan.Family) (*engine, error) {
+		t, err := xtables.Find(v, f)
 		if err == nil {
 			err = t.Usable()
 		}
@@ -76,30 +116,24 @@ func New(cfg Config) (*Backend, error) {
 			return nil, err
 		}
 		t.OnNativeRules = cfg.NativeRules
-		b.watch.Add(t, names.NAT, names.Filter)
-		e := newEngine(t, cfg)
-		e.writing = b.watch.Writing
-		return e, nil
-	})
-	if err != nil {
-		return nil, err
+		watch.Add(t, names.NAT, names.Filter)
+		cfg.Log.Info("using iptables", "program", t.Describe(), "random-fully", t.RandomFully)
+		return newEngine(t.Writer(cfg.Log), f, t.RandomFully, cfg), nil
 	}
-	return b, nil
 }
 
-func newEngine(t *xtables.Program, cfg Config) *engine {
-	e := &engine{Writer: t.Writer(cfg.Log), family: t.Family, log: cfg.Log, sysctlDir: cmp.Or(cfg.SysctlDir, "/proc/sys"),
+func newEngine(w *xtables.Writer, f plan.Family, randomFully bool, cfg Config) *engine {
+	e := &engine{Writer: w, family: f, log: cfg.Log, sysctlDir: cmp.Or(cfg.SysctlDir, "/proc/sys"),
 		counts: newRuleCounts(cfg.Observer), onRefused: cfg.Refused, writing: unwatched}
 	e.Ran = e.ran
 	e.options = Options{
 		MasqueradeBit: cfg.MasqueradeBit,
-		RandomFully:   t.RandomFully,
+		RandomFully:   randomFully,
 		CompactAbove:  DefaultCompactAbove,
 		KeepCounters:  cfg.KeepCounters,
 		TCPLiberal:    conntrack.TCPLiberal(),
 	}
 	e.setOptions(e.options)
-	cfg.Log.Info("using iptables", "program", t.Describe(), "random-fully", e.options.RandomFully)
 	return e
 }
 
@@ -157,7 +191,7 @@ type engine struct {
 	refused   map[plan.Key]*refusal
 	onRefused func(plan.Family, []plan.Refusal)
 	// syncing is held by Sync, and while a comparison beside syncs puts something right, for which writing is called before.
-	syncing sync.Mutex
+	syncing mutex
 	writing func() (done func())
 	// current is what the kernel holds; nil where that is not known.
 	current *rules

@@ -89,7 +89,7 @@ func BenchmarkProbe(b *testing.B) {
 		l := newLab(b, xtables.Legacy, 10000)
 		defer l.end()
 		for b.Loop() {
-			l.backend.watch.Changed()
+			l.backend.watch.(*xtables.Watch).Changed()
 		}
 	})
 }

@@ -74,7 +74,7 @@ func newLab(t testing.TB, v xtables.Variant, n int) *lab {
 	l.backend, err = New(Config{Variant: v, Families: plan.Families[:], MasqueradeBit: 14,
 		Compared: func(r drift.Report) { l.reports = append(l.reports, r) }, Log: slog.New(slog.DiscardHandler)})
 	require.NoError(t, err)
-	follow, err := l.backend.watch.Open()
+	follow, err := l.backend.watch.(*xtables.Watch).Open()
 	require.NoError(t, err)
 	var running sync.WaitGroup
 	ctx, cancel := context.WithCancel(context.Background())

@@ -25,7 +25,7 @@ func realEngine(t rapid.TB, v xtables.Variant, f plan.Family) *engine {
 	nstest.Inside(t)
 	tool, err := xtables.Find(v, f)
 	require.NoError(t, err)
-	e := newEngine(tool, Config{Log: slog.New(slog.DiscardHandler)})
+	e := newEngine(tool.Writer(nil), tool.Family, tool.RandomFully, Config{Log: slog.New(slog.DiscardHandler)})
 	e.options = testOptions
 	if ends, is := t.(interface{ Cleanup(func()) }); is {
 		ends.Cleanup(tool.Close)
