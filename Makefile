@@ -14,7 +14,7 @@ export GIT_CONFIG_VALUE_0 := $(CURDIR)
 export PATH := $(PATH):/usr/local/sbin:/usr/sbin:/sbin
 
 .DELETE_ON_ERROR:
-.PHONY: all build deps demo-deps docs man controlplane kubelet kernel guest deploytools neighbours unit integration race e2e test test-all test-hostile test-fresh lint bench bench-api bench-ask bench-disturbed bench-iptables bench-ipvs bench-nftables demo image release release-test versions \
+.PHONY: all build deps demo-deps docs man controlplane kubelet kernel guest deploytools neighbours unit integration prove race e2e test test-all test-hostile test-fresh lint bench bench-api bench-ask bench-disturbed bench-iptables bench-ipvs bench-nftables demo image release release-test versions \
 	fuzz soak clean tier-1 tier-2
 
 all: build
@@ -210,6 +210,12 @@ SOAK_VARIANT ?= nft
 soak: deps build $(if $(filter ipvs,$(MODE)),kernel)
 	SOAK=$(SOAK) SOAK_RATE=$(SOAK_RATE) NODEPROXY_KERNEL_TIMEOUT=86400 NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -count=1 -timeout 0 -v \
 		-run '^TestSoak$$/^$(SOAK_VARIANT)$$' ./e2e$(if $(filter ipvs,$(MODE)),/ipvs) | hack/quiet
+
+# The daemon in simulated time: so many schedules of faults from a seed, and as many more. See docs/faults.md.
+PROVE ?= 100000
+SEED  ?= 0
+prove: deps
+	NODEPROXY_SCHEDULES=$(PROVE) NODEPROXY_SCHEDULE=$(SEED) GOMAXPROCS=1 go test -count=1 -timeout 0 -v -run '^TestProve$$' ./cmd/nodeproxy
 
 # Benchmarks of single functions.
 bench: deps

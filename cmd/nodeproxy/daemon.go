@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
+	"net/http"
 	"net/netip"
 	"slices"
 	"sync"
@@ -15,6 +16,7 @@ import (
 
 	"nodeproxy/config"
 	"nodeproxy/inspect"
+	"nodeproxy/iptables"
 	"nodeproxy/kernel/conntrack"
 	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/xtables"
@@ -36,6 +38,7 @@ type daemon struct {
 	mode     *mode
 	log      *slog.Logger
 	report   source.Report
+	machine  machine
 	families []plan.Family // of the host
 	metrics  *metrics.Set
 	objects  source.Source
@@ -78,10 +81,26 @@ type daemon struct {
 	normalEvent func(reason, action string)
 }
 
+// machine is what a daemon works with. The zero machine is the one that this process runs on.
+type machine struct {
+	// api answers in place of the network.
+	api http.RoundTripper
+	// random is as in apiserver.Config.
+	random func(resource string, limit time.Duration) time.Duration
+	// tables, if not nil, are all there is besides the API server: nothing of this machine is looked at, listened at or set.
+	tables *iptables.Tables
+}
+
+// real reports whether it is the machine that this process runs on.
+func (m machine) real() bool { return m.tables == nil }
+
 // newDaemon makes a daemon that stops when ctx ends. It writes nothing to the kernel, and reads no objects before begin.
-func newDaemon(ctx context.Context, cfg *config.Config, log *slog.Logger) (*daemon, error) {
-	d := &daemon{cfg: cfg, mode: modeNamed(cfg.Mode), log: log, families: hostFamilies(log), event: func(_, _, _ string) {}, normalEvent: func(_, _ string) {},
-		ended: make(chan error, 1), watches: func() []source.Watch { return nil }}
+func newDaemon(ctx context.Context, m machine, cfg *config.Config, log *slog.Logger) (*daemon, error) {
+	d := &daemon{cfg: cfg, mode: modeNamed(cfg.Mode), log: log, machine: m, families: plan.Families[:],
+		event: func(_, _, _ string) {}, normalEvent: func(_, _ string) {}, ended: make(chan error, 1), watches: func() []source.Watch { return nil }}
+	if m.real() {
+		d.families = hostFamilies(log)
+	}
 	d.read = proxier.NewObjects(cfg.NodeName, nodeIP(cfg), cfg.Settings, d.families)
 	d.ctx, d.cancel = context.WithCancel(ctx)
 	d.metrics = metrics.New(metrics.Config{Mode: d.mode.name, Version: version, Families: d.families, Start: started, Log: log})
@@ -306,8 +325,10 @@ func (d *daemon) nativeRules(n xtables.NativeRules) {
 func (d *daemon) run(claim *claim, front *front) error {
 	defer d.stop()
 	ctx := d.ctx
-	if err := setOOMScore(d.cfg.OOMScoreAdj); err != nil {
-		d.log.Info("the kernel may end this process sooner than others when memory runs out", "error", err)
+	if d.machine.real() {
+		if err := setOOMScore(d.cfg.OOMScoreAdj); err != nil {
+			d.log.Info("the kernel may end this process sooner than others when memory runs out", "error", err)
+		}
 	}
 	begins := "starting"
 	if front.daemon.Load() != nil {
@@ -334,9 +355,10 @@ func (d *daemon) run(claim *claim, front *front) error {
 		return &startError{errors.Join(err, <-d.ended)}
 	}
 	front.serve(d)
-	d.running.Go(func() { d.monitor.listeners.Run(ctx) })
 	d.goBeside(ctx)
-	d.running.Go(func() { d.watchOthers(ctx, claim, lookEvery) })
+	if d.machine.real() {
+		d.lookAround(ctx, claim)
+	}
 	if d.location != nil {
 		d.followLocation(ctx)
 	}
@@ -386,10 +408,6 @@ func (d *daemon) goBeside(ctx context.Context) {
 			}
 		})
 	}
-	d.running.Go(func() { d.removeOthers(ctx) })
-	if d.client != nil && !d.cfg.TakeOver { // As for other proxies, it is known and wanted with --take-over.
-		d.running.Go(func() { d.watchDaemonSet(ctx, daemonSetEvery) })
-	}
 	d.running.Go(func() {
 		select {
 		case <-ctx.Done():
@@ -397,6 +415,16 @@ func (d *daemon) goBeside(ctx context.Context) {
 			d.drift.watch(ctx, d.backend, d.proxier.Suspect)
 		}
 	})
+}
+
+// lookAround starts what concerns this machine besides rules.
+func (d *daemon) lookAround(ctx context.Context, claim *claim) {
+	d.running.Go(func() { d.monitor.listeners.Run(ctx) })
+	d.running.Go(func() { d.watchOthers(ctx, claim, lookEvery) })
+	d.running.Go(func() { d.removeOthers(ctx) })
+	if d.client != nil && !d.cfg.TakeOver { // As for other proxies, it is known and wanted with --take-over.
+		d.running.Go(func() { d.watchDaemonSet(ctx, daemonSetEvery) })
+	}
 	d.running.Go(func() { d.flows.Run(ctx) })
 	d.running.Go(func() {
 		d.saveMemory(ctx)
@@ -417,7 +445,7 @@ func (d *daemon) open(ctx context.Context, report source.Report) error {
 		return err
 	}
 	apiserver.RedirectLogs(d.log)
-	client, err := newClient(cfg)
+	client, err := newClient(cfg, d.machine.api)
 	if err != nil {
 		return &usageError{err}
 	}
@@ -430,7 +458,7 @@ func (d *daemon) open(ctx context.Context, report source.Report) error {
 	d.normalEvent = func(reason, action string) { events.Normal(reason, action, "") }
 	d.event = func(reason, action, text string) { events.Warning(reason, action, "%s", text) }
 	d.from = "the API server"
-	watched := apiserver.Config{Client: client, NodeName: cfg.NodeName, Log: d.log, Report: report}
+	watched := apiserver.Config{Client: client, NodeName: cfg.NodeName, Random: d.machine.random, Log: d.log, Report: report}
 	if cfg.Settings.DetectLocal.Mode == plan.DetectNodeCIDR {
 		watched.PodCIDRTimeout = apiserver.DefaultPodCIDRTimeout
 	}
@@ -447,11 +475,11 @@ func (d *daemon) faults() []string {
 	return d.files.Faults()
 }
 
-func newClient(cfg *config.Config) (*apiserver.Client, error) {
+func newClient(cfg *config.Config, transport http.RoundTripper) (*apiserver.Client, error) {
 	return apiserver.NewClient(apiserver.ClientConfig{
 		Kubeconfig: cfg.API.Kubeconfig, Master: cfg.API.Master, ContentType: cfg.API.ContentType,
 		AcceptContentTypes: cfg.API.AcceptContentTypes, QPS: cfg.API.QPS, Burst: cfg.API.Burst,
-		UserAgent: program(),
+		UserAgent: program(), Transport: transport,
 	})
 }
 

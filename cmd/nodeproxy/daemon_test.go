@@ -21,7 +21,7 @@ func TestSettingsAreCounted(t *testing.T) {
 	cfg := &config.Config{Mode: "iptables", Manifests: t.TempDir(), Findings: []source.Finding{
 		{Severity: source.Problem, Field: "iptables.minSyncPeriod", Detail: "is strange"},
 	}}
-	d, err := newDaemon(t.Context(), cfg, slog.New(slog.NewTextHandler(log, nil)))
+	d, err := newDaemon(t.Context(), machine{}, cfg, slog.New(slog.NewTextHandler(log, nil)))
 	require.NoError(t, err)
 	t.Cleanup(d.stop)
 	d.reports.passTo(d.metrics.Report(reporter(d.log)))

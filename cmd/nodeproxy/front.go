@@ -90,7 +90,7 @@ func (f *front) serve(d *daemon) {
 		f.servers[i].Serve(serving)
 	}
 	f.socket.serve(d.cfg.Socket, f.restAfter(inspect.Handler(answers)), d.report)
-	if before == nil {
+	if before == nil && d.machine.real() {
 		var ctx context.Context
 		ctx, f.cancel = context.WithCancel(context.Background())
 		f.running.Go(func() { f.services.Run(ctx) })

@@ -139,7 +139,7 @@ func podReader(ctx context.Context, cfg *config.Config, pods []*v1.Pod) func(str
 		return nil
 	}
 	return func(namespace string) ([]*v1.Pod, error) {
-		client, err := newClient(cfg)
+		client, err := newClient(cfg, nil)
 		if err != nil {
 			return nil, err
 		}

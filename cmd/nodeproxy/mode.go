@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"nodeproxy/config"
+	"nodeproxy/iptables"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
@@ -66,6 +67,8 @@ type modeConfig struct {
 	families []plan.Family // of the host
 	metrics  *metrics.Set
 	log      *slog.Logger
+	// tables are as in iptables.Config.
+	tables *iptables.Tables
 	// warn reports a problem that is no error.
 	warn func(text string)
 	// compared, nativeRules and refused are as in the Config of a backend.
@@ -129,7 +132,7 @@ type removal struct {
 func (d *daemon) modeConfig() modeConfig {
 	report := d.warnAnd(d.keep(d.report))
 	return modeConfig{
-		Config: d.cfg, families: d.families, metrics: d.metrics, log: d.log,
+		Config: d.cfg, families: d.families, metrics: d.metrics, log: d.log, tables: d.machine.tables,
 		warn:     func(text string) { report(source.Finding{Severity: source.Problem, Detail: text}) },
 		compared: d.drift.compared, nativeRules: d.nativeRules, refused: d.refused,
 	}

@@ -51,7 +51,7 @@ func (r *reloads) run(ctx context.Context, d *daemon) error {
 			former = d.cfg
 			d = next
 		case errors.As(err, &start) && former != nil:
-			back, failure := newDaemon(ctx, former, newLog(former))
+			back, failure := newDaemon(ctx, machine{}, former, newLog(former))
 			if failure != nil {
 				return errors.Join(err, failure)
 			}
@@ -124,7 +124,7 @@ func (r *reloads) try(ctx context.Context, cfg *config.Config) trial {
 	t := trial{done: make(chan error, 1)}
 	err := r.front.prepare(cfg)
 	if err == nil {
-		t.daemon, err = newDaemon(ctx, cfg, newLog(cfg))
+		t.daemon, err = newDaemon(ctx, machine{}, cfg, newLog(cfg))
 	}
 	if err != nil {
 		t.done <- err

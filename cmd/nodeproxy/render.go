@@ -133,7 +133,7 @@ func openPipe(path string, within time.Duration) (*os.File, error) {
 func readCluster(ctx context.Context, cfg *config.Config, report source.Report) (source.Batch, []netip.AddrPort, error) {
 	log := newLog(cfg)
 	apiserver.RedirectLogs(log)
-	client, err := newClient(cfg)
+	client, err := newClient(cfg, nil)
 	if err != nil {
 		return source.Batch{}, nil, &usageError{err}
 	}

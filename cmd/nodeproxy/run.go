@@ -61,7 +61,7 @@ func runWatched(ctx context.Context, flags *config.Flags, cfg *config.Config) er
 	log := newLog(cfg)
 	slog.SetDefault(log) // What outlives a configuration logs by it.
 	requests.Listen()
-	d, err := newDaemon(ctx, cfg, log)
+	d, err := newDaemon(ctx, machine{}, cfg, log)
 	if err != nil {
 		return err
 	}

@@ -104,7 +104,7 @@ func clientOfFake(t *testing.T) (*apiservertest.Server, *config.Config, *apiserv
 	server := apiservertest.New(t)
 	cfg := &config.Config{NodeName: "n1"}
 	cfg.API.Master, cfg.API.AcceptContentTypes, cfg.API.QPS = server.URL, "application/json", -1
-	client, err := newClient(cfg)
+	client, err := newClient(cfg, nil)
 	require.NoError(t, err)
 	return server, cfg, client
 }

@@ -1,0 +1,339 @@
+package main
+
+import (
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"strings"
+	"time"
+
+	v1 "k8s.io/api/core/v1"
+	discovery "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/intstr"
+	"k8s.io/utils/ptr"
+
+	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
+	"nodeproxy/kernel/xtables/xtablestest"
+	"nodeproxy/plan"
+	"nodeproxy/source/apiserver/apiservertest"
+)
+
+// happening is something that happens in a world. It returns words for what it has drawn.
+type happening struct {
+	name   string
+	weight int
+	do     func(*world, *rand.Rand) string
+}
+
+// happenings are all of them. Scenarios have their names.
+var happenings = []happening{
+	{"change-service", 8, (*world).changeService},
+	{"delete-service", 2, func(w *world, r *rand.Rand) string { return w.remove("services", fmt.Sprint("s", r.IntN(services))) }},
+	{"change-slice", 14, (*world).changeSlice},
+	{"delete-slice", 3, func(w *world, r *rand.Rand) string { return w.remove("endpointslices", sliceName(r)) }},
+	{"change-node", 1, (*world).changeNode},
+	{"api-ends-watches", 2, toServer(func(_ *world, s *apiservertest.CachingServer, _ *rand.Rand) string { s.End(); return "" })},
+	{"api-restarts", 2, toServer(func(w *world, s *apiservertest.CachingServer, _ *rand.Rand) string { w.cluster.Restart(s); return "" })},
+	{"api-forgets", 1, toServer(func(_ *world, s *apiservertest.CachingServer, _ *rand.Rand) string { s.Oldest = s.Seen; return "" })},
+	{"api-lags", 2, toServer(func(_ *world, s *apiservertest.CachingServer, r *rand.Rand) string {
+		s.Lag = time.Duration(r.Int64N(int64(5 * time.Second)))
+		return s.Lag.String()
+	})},
+	{"api-ill", 2, toServer(func(w *world, s *apiservertest.CachingServer, r *rand.Rand) string {
+		s.Ill = apiservertest.Trouble(r.IntN(apiservertest.Troubles))
+		s.End()
+		w.later(r, 10*time.Second, func() { s.Ill = apiservertest.None })
+		return fmt.Sprint("trouble ", s.Ill)
+	})},
+	{"api-trouble", 3, toServer(func(w *world, _ *apiservertest.CachingServer, r *rand.Rand) string {
+		w.cluster.Troubles = append(w.cluster.Troubles, apiservertest.Trouble(r.IntN(apiservertest.Troubles)))
+		w.later(r, 10*time.Second, func() { w.cluster.Troubles = nil })
+		return fmt.Sprint("troubles ", w.cluster.Troubles)
+	})},
+	{"api-slow", 1, toServer(func(w *world, _ *apiservertest.CachingServer, r *rand.Rand) string {
+		w.pace = time.Duration(r.Int64N(int64(time.Second)))
+		return w.pace.String()
+	})},
+	{"api-streams", 1, toServer(func(w *world, s *apiservertest.CachingServer, r *rand.Rand) string {
+		s.Streams = apiservertest.Support(r.IntN(4))
+		w.silent = w.silent || s.Streams == apiservertest.Endless
+		return fmt.Sprint("support ", s.Streams)
+	})},
+	{"api-back-in-time", 1, toServer(func(w *world, _ *apiservertest.CachingServer, r *rand.Rand) string {
+		if r.IntN(4) > 0 {
+			return "not this time"
+		}
+		w.silent = true
+		w.cluster.Restore()
+		return ""
+	})},
+	{"tables-trouble", 5, func(w *world, r *rand.Rand) string {
+		what, long := xtablestest.Trouble(r.IntN(int(xtablestest.Troubles))), time.Duration(r.Int64N(int64(8*time.Second)))
+		w.tables.Suffer(what, long)
+		w.troubled = true
+		return fmt.Sprint(what, " for ", long)
+	}},
+	{"others-flush-chain", 2, onChain(func(t xtables.Content, chain string, _ *rand.Rand) { t[chain] = nil })},
+	{"others-delete-rule", 2, onChain(func(t xtables.Content, chain string, r *rand.Rand) {
+		if n := len(t[chain]); n > 0 {
+			i := r.IntN(n)
+			t[chain] = slices.Delete(slices.Clone(t[chain]), i, i+1)
+		}
+	})},
+	{"others-insert-rule", 2, onChain(func(t xtables.Content, chain string, _ *rand.Rand) {
+		t[chain] = slices.Concat([]string{"-m mark --mark 0x77/0x77 -j RETURN"}, t[chain])
+	})},
+	{"others-rename-chain", 1, onChain(func(t xtables.Content, chain string, r *rand.Rand) {
+		to := fmt.Sprint("STOLEN-", r.IntN(1e6))
+		t[to] = t[chain]
+		delete(t, chain)
+		for name, rules := range t {
+			for i, rule := range rules {
+				if xtables.Target(rule) == chain {
+					rules = slices.Clone(rules)
+					rules[i] = strings.Replace(rule, chain, to, 1)
+				}
+			}
+			t[name] = rules
+		}
+	})},
+	{"others-delete-jumps", 1, inTable(func(t xtables.Content, _ *rand.Rand) string {
+		for name, rules := range t {
+			if names.Builtin(name) {
+				t[name] = slices.DeleteFunc(slices.Clone(rules), func(r string) bool { return strings.Contains(r, "KUBE-") })
+			}
+		}
+		return ""
+	})},
+	{"others-flush-table", 1, inTable(func(t xtables.Content, _ *rand.Rand) string {
+		for name := range t {
+			if t[name] = nil; !names.Builtin(name) {
+				delete(t, name)
+			}
+		}
+		return ""
+	})},
+	{"others-write-own", 2, inTable(func(t xtables.Content, r *rand.Rand) string {
+		name, rule := fmt.Sprint("OTHER-", r.IntN(3)), fmt.Sprintf("-m mark --mark 0x%x/0xff -j RETURN", 1+r.IntN(255))
+		t[name] = append(slices.Clone(t[name]), rule)
+		if jump := "-j " + name; !slices.Contains(t["OUTPUT"], jump) {
+			t["OUTPUT"] = slices.Insert(slices.Clone(t["OUTPUT"]), r.IntN(len(t["OUTPUT"])+1), jump)
+		}
+		return name
+	})},
+	{"kill", 3, func(w *world, r *rand.Rand) string {
+		all := r.IntN(2) == 0
+		w.kill(all)
+		time.Sleep(time.Duration(r.Int64N(int64(20 * time.Millisecond)))) // in simulated time
+		w.start()
+		return fmt.Sprint("with its children: ", all)
+	}},
+	{"stop", 1, func(w *world, r *rand.Rand) string {
+		w.stop()
+		long := time.Duration(r.Int64N(int64(2 * time.Second)))
+		time.Sleep(long) // in simulated time
+		w.start()
+		return "for " + long.String()
+	}},
+}
+
+// toServer returns what happens to an API server.
+func toServer(do func(*world, *apiservertest.CachingServer, *rand.Rand) string) func(*world, *rand.Rand) string {
+	return func(w *world, r *rand.Rand) string {
+		w.cluster.Lock()
+		defer w.cluster.Unlock()
+		i := r.IntN(len(w.cluster.Servers))
+		return fmt.Sprintf("server %d %s", i, do(w, w.cluster.Servers[i], r))
+	}
+}
+
+// later does something to the cluster after at most a time.
+func (w *world) later(r *rand.Rand, most time.Duration, do func()) {
+	time.AfterFunc(time.Duration(r.Int64N(int64(most))), func() {
+		w.cluster.Lock()
+		defer w.cluster.Unlock()
+		do()
+	})
+}
+
+// calm ends all trouble.
+func (w *world) calm() {
+	w.tables.Suffer(0, 0)
+	w.cluster.Lock()
+	defer w.cluster.Unlock()
+	w.cluster.Troubles, w.pace = nil, 0
+	for _, s := range w.cluster.Servers {
+		s.Lag, s.Ill = 0, apiservertest.None
+		if s.Streams == apiservertest.Endless {
+			s.Streams = apiservertest.Supported
+		}
+		s.See(w.cluster.Version)
+	}
+}
+
+// inTable returns what others do in a table.
+func inTable(do func(xtables.Content, *rand.Rand) string) func(*world, *rand.Rand) string {
+	return func(w *world, r *rand.Rand) (what string) {
+		f, t := plan.Families[r.IntN(2)], []names.Table{names.NAT, names.Filter}[r.IntN(2)]
+		w.tables.Change(f, func(tables map[names.Table]xtables.Content) {
+			what = do(tables[t], r)
+			w.foreign[f] = w.others(f)
+			w.disturb(f)
+		})
+		return fmt.Sprint(f, " table ", t, " ", what)
+	}
+}
+
+// onChain returns what others do to a chain of ours.
+func onChain(do func(t xtables.Content, chain string, r *rand.Rand)) func(*world, *rand.Rand) string {
+	return inTable(func(t xtables.Content, r *rand.Rand) string {
+		ours := slices.DeleteFunc(slices.Sorted(maps.Keys(t)), func(name string) bool {
+			return !strings.HasPrefix(name, "KUBE-") || strings.HasPrefix(name, "KUBE-FIREWALL")
+		})
+		if len(ours) == 0 {
+			return "is empty"
+		}
+		chain := ours[r.IntN(len(ours))]
+		do(t, chain, r)
+		return chain
+	})
+}
+
+// services is how many there are at most, and slicesOf how many slices each has.
+const services, slicesOf = 5, 3
+
+// The addresses of Services: each has its own, whenever it is there.
+func clusterIP(service int, f plan.Family) netip.Addr {
+	return address(f, "10.96.0.%d", "fd96::%x", 10+service)
+}
+func externalIP(service int, f plan.Family) netip.Addr {
+	return address(f, "203.0.113.%d", "2001:db8:113::%x", 10+service)
+}
+
+func address(f plan.Family, four, six string, n int) netip.Addr {
+	if f == plan.IPv4 {
+		return netip.MustParseAddr(fmt.Sprintf(four, n))
+	}
+	return netip.MustParseAddr(fmt.Sprintf(six, n))
+}
+
+var familyOf = map[v1.IPFamily]plan.Family{v1.IPv4Protocol: plan.IPv4, v1.IPv6Protocol: plan.IPv6}
+
+var portNames = []string{"a", "b"}
+
+func (w *world) changeService(r *rand.Rand) string {
+	i := r.IntN(services)
+	s := &v1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: fmt.Sprint("s", i)}}
+	s.Spec.Type = []v1.ServiceType{v1.ServiceTypeClusterIP, v1.ServiceTypeNodePort, v1.ServiceTypeLoadBalancer}[r.IntN(3)]
+	families := [][]v1.IPFamily{{v1.IPv4Protocol}, {v1.IPv6Protocol}, {v1.IPv4Protocol, v1.IPv6Protocol}}[r.IntN(3)]
+	s.Spec.IPFamilies = families
+	external := r.IntN(2) == 0
+	for _, f := range families {
+		s.Spec.ClusterIPs = append(s.Spec.ClusterIPs, clusterIP(i, familyOf[f]).String())
+		if external {
+			s.Spec.ExternalIPs = append(s.Spec.ExternalIPs, externalIP(i, familyOf[f]).String())
+		}
+	}
+	s.Spec.ClusterIP = s.Spec.ClusterIPs[0]
+	for p, name := range portNames[:1+r.IntN(2)] {
+		port := v1.ServicePort{Name: name, Port: int32(80 + p), Protocol: v1.ProtocolTCP, TargetPort: intstr.FromInt(8080)}
+		if s.Spec.Type != v1.ServiceTypeClusterIP {
+			port.NodePort = int32(30000 + 10*i + p)
+		}
+		s.Spec.Ports = append(s.Spec.Ports, port)
+	}
+	policies := []v1.ServiceExternalTrafficPolicy{v1.ServiceExternalTrafficPolicyCluster, v1.ServiceExternalTrafficPolicyLocal}
+	s.Spec.ExternalTrafficPolicy, s.Spec.InternalTrafficPolicy = policies[r.IntN(2)], ptr.To(v1.ServiceInternalTrafficPolicy(policies[r.IntN(4)/3]))
+	if s.Spec.SessionAffinity = v1.ServiceAffinityNone; r.IntN(4) == 0 {
+		s.Spec.SessionAffinity = v1.ServiceAffinityClientIP
+		s.Spec.SessionAffinityConfig = &v1.SessionAffinityConfig{ClientIP: &v1.ClientIPConfig{TimeoutSeconds: ptr.To[int32](10800)}}
+	}
+	w.put("services", s)
+	return fmt.Sprintf("%s %s %v ports %d external IPs %v internal %s external %s affinity %s", s.Name, s.Spec.Type, families, len(s.Spec.Ports),
+		s.Spec.ExternalIPs, *s.Spec.InternalTrafficPolicy, s.Spec.ExternalTrafficPolicy, s.Spec.SessionAffinity)
+}
+
+func sliceName(r *rand.Rand) string { return fmt.Sprintf("s%d-%d", r.IntN(services), r.IntN(slicesOf)) }
+
+func (w *world) changeSlice(r *rand.Rand) string {
+	name := sliceName(r)
+	i, k := int(name[1]-'0'), int(name[3]-'0')
+	f := plan.Families[(i+k)%2]
+	s := &discovery.EndpointSlice{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: name, Labels: map[string]string{discovery.LabelServiceName: name[:2]}},
+		AddressType: map[plan.Family]discovery.AddressType{plan.IPv4: discovery.AddressTypeIPv4, plan.IPv6: discovery.AddressTypeIPv6}[f]}
+	ports := []int32{8080, 8080, 9090}
+	for p, name := range portNames[:1+r.IntN(2)] {
+		s.Ports = append(s.Ports, discovery.EndpointPort{Name: &name, Protocol: ptr.To(v1.ProtocolTCP), Port: ptr.To(ports[r.IntN(3)] + int32(p))})
+	}
+	var words []string
+	for n := range r.IntN(4) {
+		node, ready, terminating := 1+r.IntN(2), r.IntN(4) > 0, r.IntN(5) == 0
+		a := address(f, fmt.Sprintf("10.244.%d.%%d", node), fmt.Sprintf("fd44::%d:%%x", node), 20*i+n+1)
+		e := discovery.Endpoint{Addresses: []string{a.String()}, NodeName: ptr.To(fmt.Sprint("n", node)), Zone: ptr.To([]string{"x", "y"}[node-1]),
+			Conditions: discovery.EndpointConditions{Ready: ptr.To(ready && !terminating), Serving: &ready, Terminating: &terminating}}
+		if r.IntN(3) == 0 {
+			e.Hints = &discovery.EndpointHints{ForZones: []discovery.ForZone{{Name: []string{"x", "y"}[r.IntN(2)]}}}
+		}
+		s.Endpoints = append(s.Endpoints, e)
+		words = append(words, fmt.Sprintf("%s ready %t terminating %t hints %t", a, ready, terminating, e.Hints != nil))
+	}
+	w.tables.Lock()
+	for _, p := range s.Ports {
+		for _, e := range s.Endpoints {
+			to := netip.AddrPortFrom(netip.MustParseAddr(e.Addresses[0]), uint16(*p.Port))
+			for _, front := range []netip.Addr{clusterIP(i, f), externalIP(i, f)} {
+				at := netip.AddrPortFrom(front, uint16(80+slices.Index(portNames, *p.Name)))
+				if w.ever[at] == nil {
+					w.ever[at] = map[netip.AddrPort]bool{}
+				}
+				w.ever[at][to] = true
+			}
+		}
+	}
+	w.tables.Unlock()
+	w.put("endpointslices", s)
+	return fmt.Sprintf("%s ports %d: %s", name, len(s.Ports), strings.Join(words, ", "))
+}
+
+func (w *world) changeNode(r *rand.Rand) string {
+	zone := []string{"x", "y"}[r.IntN(2)]
+	w.put("nodes", &v1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n1", Labels: map[string]string{v1.LabelTopologyZone: zone}},
+		Status: v1.NodeStatus{Addresses: []v1.NodeAddress{{Type: v1.NodeInternalIP, Address: "192.0.2.11"}}}})
+	return "zone " + zone
+}
+
+func (w *world) put(resource string, o apiservertest.Object) {
+	w.cluster.Lock()
+	defer w.cluster.Unlock()
+	w.cluster.Put(resource, o)
+}
+
+func (w *world) remove(resource, name string) string {
+	w.cluster.Lock()
+	defer w.cluster.Unlock()
+	w.cluster.Delete(resource, types.NamespacedName{Namespace: "default", Name: name})
+	return name
+}
+
+// probes returns packets of a family to Services.
+func (w *world) probes(f plan.Family) func(yield func(probe) bool) {
+	pod, outside, node := address(f, "10.244.1.%d", "fd44::1:%x", 200), address(f, "198.51.100.%d", "2001:db8:51::%x", 7), address(f, "192.0.2.%d", "2001:db8::%x", 11)
+	return func(yield func(probe) bool) {
+		for i := range services {
+			for p := range portNames {
+				to := netip.AddrPortFrom(clusterIP(i, f), uint16(80+p))
+				if w.ever[to] == nil {
+					continue
+				}
+				if !yield(probe{pod, "veth1", to}) || !yield(probe{node, "", to}) || !yield(probe{outside, "eth0", netip.AddrPortFrom(externalIP(i, f), to.Port())}) {
+					return
+				}
+			}
+		}
+	}
+}

@@ -1,0 +1,197 @@
+package main
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/spf13/pflag"
+	"github.com/stretchr/testify/require"
+
+	"nodeproxy/config"
+)
+
+// event is something that happens at a time. seed is of all that it draws.
+type event struct {
+	at   time.Duration
+	what int // of happenings
+	seed uint64
+}
+
+// schedule is what happens in a world with a seed.
+type schedule struct {
+	seed   uint64
+	events []event
+}
+
+// drawSchedule draws a schedule. No two things happen in the same nanosecond.
+func drawSchedule(seed uint64) schedule {
+	r := rand.New(rand.NewPCG(seed, 2))
+	var weighted []int
+	for i, h := range happenings {
+		weighted = append(weighted, slices.Repeat([]int{i}, h.weight)...)
+	}
+	s := schedule{seed: seed}
+	at := time.Duration(r.Int64N(int64(3 * time.Second)))
+	for range 5 + r.IntN(40) {
+		pause := time.Duration(r.Int64N(int64(time.Second)))
+		switch r.IntN(8) {
+		case 0:
+			pause *= 10
+		case 1, 2, 3, 4:
+			pause /= 100
+		}
+		at += pause
+		s.events = append(s.events, event{at, weighted[r.IntN(len(weighted))], r.Uint64()})
+	}
+	return s
+}
+
+// run lets a schedule happen. It returns why it failed, "" if it did not, what happened, and the sum of all that was written and when.
+func (s schedule) run(t *testing.T) (failure string, story []string, sum uint64) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, s.seed)
+		r := rand.New(rand.NewPCG(s.seed, 3))
+		w.changeNode(r)
+		for range 6 {
+			w.changeService(r)
+			w.changeSlice(r)
+		}
+		w.cluster.Backup()
+		w.start()
+		for _, e := range s.events {
+			time.Sleep(max(e.at-time.Since(w.began), w.draw("event", time.Millisecond))) // in simulated time
+			synctest.Wait()
+			words := happenings[e.what].do(w, rand.New(rand.NewPCG(e.seed, 4)))
+			w.note("%s %s", happenings[e.what].name, words)
+			story = append(story, fmt.Sprintf("%v %s %#x # %s", e.at, happenings[e.what].name, e.seed, words))
+			synctest.Wait()
+			w.tables.Lock()
+			w.look()
+			w.tables.Unlock()
+		}
+		w.end()
+		failure, sum = w.failure, w.trace.Sum64()
+	})
+	return failure, story, sum
+}
+
+// shrink returns a schedule with as few of the events as fail, too.
+func (s schedule) shrink(t *testing.T) schedule {
+	for size := len(s.events); size > 0; size /= 2 {
+		for i := 0; i+size <= len(s.events); {
+			less := schedule{s.seed, slices.Delete(slices.Clone(s.events), i, i+size)}
+			if failure, _, _ := less.run(t); failure != "" {
+				s = less
+			} else {
+				i += size
+			}
+		}
+	}
+	return s
+}
+
+// text is a schedule as testdata/prove has it.
+func (s schedule) text(story []string) string {
+	return fmt.Sprintf("seed %d\n%s\n", s.seed, strings.Join(story, "\n"))
+}
+
+// readSchedule reads what text has written.
+func readSchedule(text string) (s schedule, err error) {
+	lines := strings.Split(strings.TrimSpace(text), "\n")
+	if _, err := fmt.Sscanf(lines[0], "seed %d", &s.seed); err != nil {
+		return s, err
+	}
+	for _, line := range lines[1:] {
+		words := strings.Fields(line)
+		at, err := time.ParseDuration(words[0])
+		if err != nil {
+			return s, err
+		}
+		what := slices.IndexFunc(happenings, func(h happening) bool { return h.name == words[1] })
+		seed, err := strconv.ParseUint(words[2], 0, 64)
+		if what < 0 || err != nil {
+			return s, fmt.Errorf("%q: %w", line, err)
+		}
+		s.events = append(s.events, event{at, what, seed})
+	}
+	return s, nil
+}
+
+func newRunFlags(t *testing.T, args ...string) *config.Flags {
+	flags, set := &config.Flags{}, pflag.NewFlagSet("run", pflag.ContinueOnError)
+	flags.Add(set)
+	require.NoError(t, set.Parse(args))
+	return flags
+}
+
+// number returns that of an environment variable.
+func number(t *testing.T, variable string, otherwise uint64) uint64 {
+	text := os.Getenv(variable)
+	if text == "" {
+		return otherwise
+	}
+	n, err := strconv.ParseUint(text, 10, 64)
+	require.NoError(t, err)
+	return n
+}
+
+// TestProve: whatever happens to the API server, to the tables and to this program, the tables hold in the end what the objects ask for. No
+// packet gets to an address that has never been an endpoint, whoever had one throughout is never without, nothing of others' changes, and
+// what the program says of itself is true. NODEPROXY_SCHEDULES says how many schedules there are to be, and NODEPROXY_SCHEDULE which is the
+// first.
+func TestProve(t *testing.T) {
+	first, n := number(t, "NODEPROXY_SCHEDULE", 0), number(t, "NODEPROXY_SCHEDULES", 100)
+	began, happened := time.Now(), map[string]int{}
+	for seed := first; seed < first+n; seed++ {
+		s := drawSchedule(seed)
+		failure, _, _ := s.run(t)
+		for _, e := range s.events {
+			happened[happenings[e.what].name]++
+		}
+		if failure != "" {
+			t.Logf("schedule %d fails, and is shrunk: %s", seed, failure)
+			s = s.shrink(t)
+			failure, story, _ := s.run(t)
+			t.Fatalf("%s\n%s\nafter %d schedules", failure, s.text(story), seed-first+1)
+		}
+	}
+	took := time.Since(began)
+	t.Logf("schedules %d to %d: %d, %.0f a minute", first, first+n-1, n, float64(n)/took.Minutes())
+	for _, h := range happenings {
+		t.Logf("%-22s %d", h.name, happened[h.name])
+	}
+}
+
+// TestProveScenarios: what once failed never fails again.
+func TestProveScenarios(t *testing.T) {
+	files, err := filepath.Glob("testdata/prove/*.txt")
+	require.NoError(t, err)
+	for _, file := range files {
+		text, err := os.ReadFile(file)
+		require.NoError(t, err)
+		s, err := readSchedule(string(text))
+		require.NoError(t, err)
+		if failure, _, _ := s.run(t); failure != "" {
+			t.Errorf("%s: %s", file, failure)
+		}
+	}
+}
+
+// TestProveIsDeterministic: the same seed leads to the same writes at the same times.
+func TestProveIsDeterministic(t *testing.T) {
+	first := number(t, "NODEPROXY_SCHEDULE", 0)
+	for seed := first; seed < first+number(t, "NODEPROXY_SCHEDULES", 10); seed++ {
+		_, _, sum := drawSchedule(seed).run(t)
+		if _, _, again := drawSchedule(seed).run(t); again != sum {
+			t.Errorf("schedule %d differs", seed)
+		}
+	}
+}

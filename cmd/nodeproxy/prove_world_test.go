@@ -1,0 +1,441 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"hash"
+	"hash/fnv"
+	"log/slog"
+	"maps"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	v1 "k8s.io/api/core/v1"
+	discovery "k8s.io/api/discovery/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"nodeproxy/config"
+	"nodeproxy/iptables"
+	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
+	"nodeproxy/kernel/xtables/xtablestest"
+	"nodeproxy/plan"
+	"nodeproxy/plan/packetsim"
+	"nodeproxy/plan/packetsim/restore"
+	"nodeproxy/proxier"
+	"nodeproxy/source"
+	"nodeproxy/source/apiserver"
+	"nodeproxy/source/apiserver/apiservertest"
+)
+
+// inTime is how long it may take, without trouble, until the tables hold what the objects ask for: an answer of the API server that hangs
+// does so for 20 s and the pause after it is 10 s; a failed sync is tried again after 30 s; what was refused, in a trouble of 10 s, after
+// 20 s, by a comparison, which comes every 30 s; and each comparison may lead to a sync. inTimeSilent is the same where the API server may
+// send nothing without being asked.
+const (
+	inTime       = 3 * time.Minute
+	inTimeSilent = inTime + 2*apiserver.DefaultSilence
+	// repairTime is how long others' changes last where programs of iptables have never been slow and have never failed: there are two seconds
+	// at most between two comparisons after a suspicion, and as many between two attempts.
+	repairTime = 10 * time.Second
+)
+
+// world is a cluster, the tables of a node, and the nodeproxy on it, in simulated time.
+type world struct {
+	seed    uint64
+	cluster *apiservertest.Cluster
+	tables  *xtablestest.Tables
+	cfg     *config.Config
+	began   time.Time
+	silent  bool // The API server may be back in time, or have sent an answer that does not end.
+	pace    time.Duration
+	// troubled says that programs of iptables have failed or been slow.
+	troubled bool
+
+	daemon  *daemon
+	front   *front
+	process *xtablestest.Process
+	ended   chan error // receives what the daemon ends with
+
+	// known are the objects that the daemon has got, and steady the packets that have had an endpoint by all of them since it was idle.
+	known  *proxier.State
+	last   time.Time // when the last batch was delivered
+	steady map[probe]bool
+	// disturbed are families whose tables may not be as the daemon has left them, since that time.
+	disturbed map[plan.Family]time.Time
+	// ever are the endpoints that Services have had, by frontend address and port, and foreign the tables as others have left them.
+	ever    map[netip.AddrPort]map[netip.AddrPort]bool
+	foreign map[plan.Family]string
+
+	trace   hash.Hash64
+	failure string
+}
+
+// probe is a packet to a Service.
+type probe struct {
+	from netip.Addr
+	in   string // the interface; "" for packets of this node
+	to   netip.AddrPort
+}
+
+func (p probe) packet() plan.Packet {
+	out := plan.Packet{Src: p.from, Dst: p.to.Addr(), DstPort: p.to.Port(), Protocol: plan.TCP, Output: p.in == "", InInterface: p.in,
+		SrcLocal: p.in == ""}
+	return out
+}
+
+func newWorld(t *testing.T, seed uint64) *world {
+	random := rand.New(rand.NewPCG(seed, 1))
+	w := &world{seed: seed, cluster: apiservertest.NewCluster(random, 1+random.IntN(3)), began: time.Now(), steady: map[probe]bool{},
+		disturbed: map[plan.Family]time.Time{}, ever: map[netip.AddrPort]map[netip.AddrPort]bool{}, foreign: map[plan.Family]string{}, trace: fnv.New64a()}
+	w.cluster.Travel = func(r apiservertest.Request) time.Duration {
+		return w.draw("travel "+r.Verb+r.Resource, 30*time.Millisecond)
+	}
+	w.cluster.Pace = func() time.Duration { return w.draw("pace", w.pace) }
+	w.tables = xtablestest.NewTables(w.draw)
+	w.tables.Changed = w.changed
+	flags := newRunFlags(t, "--master=http://192.0.2.1:6443", "--proxy-mode=iptables", "--hostname-override=n1", "--cluster-cidr=10.244.0.0/16,fd44::/32",
+		"--iptables-localhost-nodeports=false")
+	var err error
+	if w.cfg, err = flags.Config(); err != nil {
+		t.Fatal(err)
+	}
+	w.cfg.Servers, w.cfg.Socket, w.cfg.Conntrack, w.cfg.SysctlDir = config.Servers{UI: "false"}, "", config.Conntrack{}, t.TempDir()
+	for _, f := range plan.Families {
+		w.foreign[f] = w.others(f)
+	}
+	return w
+}
+
+// draw returns a random time below a limit: the same for the same thing at the same time.
+func (w *world) draw(what string, limit time.Duration) time.Duration {
+	h := fnv.New64a()
+	fmt.Fprint(h, w.seed, what, time.Now().UnixNano())
+	return time.Duration(rand.New(rand.NewPCG(w.seed, h.Sum64())).Int64N(max(int64(limit), 1)))
+}
+
+// note adds to the trace. It does not depend on how the lines of an input are ordered.
+func (w *world) note(format string, args ...any) {
+	fmt.Fprintf(w.trace, "%v "+format+"\n", append([]any{time.Since(w.began)}, args...)...)
+}
+
+func (w *world) fail(format string, args ...any) {
+	if w.failure == "" {
+		w.failure = fmt.Sprintf("after %v: ", time.Since(w.began)) + fmt.Sprintf(format, args...)
+	}
+}
+
+// start starts a nodeproxy.
+func (w *world) start() {
+	p := w.tables.Start()
+	kernels := map[plan.Family]xtables.Kernel{}
+	for _, f := range plan.Families {
+		kernels[f] = p.Program(f)
+	}
+	m := machine{api: w.cluster, tables: &iptables.Tables{Kernels: kernels, Watch: p, MaxNames: 20},
+		random: func(resource string, limit time.Duration) time.Duration { return w.draw("pause "+resource, limit) }}
+	d, err := newDaemon(context.Background(), m, w.cfg, slog.New(slog.DiscardHandler))
+	if err != nil {
+		w.fail("it can't be made: %v", err)
+		return
+	}
+	w.tables.Lock()
+	w.daemon, w.front, w.process, w.ended, w.known = d, newFront(), p, make(chan error, 1), w.emptyState()
+	w.tables.Unlock()
+	d.objects = observed{d.objects, func(b source.Batch) { w.delivered(p, b) }}
+	d.begin()
+	go func() { w.ended <- d.run(&claim{process: d.ctx, acquired: true}, w.front) }()
+}
+
+func (w *world) emptyState() *proxier.State {
+	s := proxier.NewState("n1", w.cfg.Settings, plan.Families[:], nil)
+	s.Reserve([]netip.AddrPort{netip.MustParseAddrPort("192.0.2.1:6443")})
+	return s
+}
+
+// stop ends the nodeproxy as SIGTERM does.
+func (w *world) stop() {
+	w.daemon.cancel()
+	if err := <-w.ended; err != nil {
+		w.fail("it ended with %v", err)
+	}
+	w.process.Kill(true)
+}
+
+// kill ends it as kill -9 does.
+func (w *world) kill(all bool) {
+	w.process.Kill(all)
+	w.daemon.cancel()
+	<-w.ended
+}
+
+// observed is a source of which see gets each batch before the sink does.
+type observed struct {
+	source.Source
+	see func(source.Batch)
+}
+
+func (o observed) Run(ctx context.Context, to source.Sink) error {
+	return o.Source.Run(ctx, seeing{to, o.see})
+}
+
+type seeing struct {
+	source.Sink
+	see func(source.Batch)
+}
+
+func (s seeing) Apply(b source.Batch) {
+	s.see(b)
+	s.Sink.Apply(b)
+}
+
+// idle reports whether the nodeproxy says that the tables hold what has been delivered.
+func (w *world) idle() bool {
+	d := w.front.daemon.Load()
+	return d != nil && time.Now().After(w.last) && d.monitor.node.OldestChange() == 0 && d.monitor.node.Healthy()
+}
+
+// delivered takes over a batch that is about to be delivered.
+func (w *world) delivered(by *xtablestest.Process, b source.Batch) {
+	w.tables.Lock()
+	defer w.tables.Unlock()
+	if by.Dead() {
+		return
+	}
+	w.look()
+	w.last = time.Now()
+	before := w.known.Synced()
+	w.known.Apply(b)
+	if !w.known.Synced() {
+		return
+	}
+	p, _ := w.known.Update()
+	verdicts := plan.NewEvaluator(p)
+	for q := range w.steady {
+		if verdicts.Verdict(q.packet()).Action != plan.Forward {
+			delete(w.steady, q)
+		}
+	}
+	if !before {
+		w.note("synced")
+	}
+}
+
+// look holds what the nodeproxy says to what the tables hold, which are locked.
+func (w *world) look() {
+	if !w.idle() || !w.known.Synced() || len(w.daemon.refusals.list()) > 0 {
+		return
+	}
+	p, _ := w.known.Update()
+	verdicts := plan.NewEvaluator(p)
+	w.steady = map[probe]bool{}
+	for _, f := range plan.Families {
+		since, disturbed := w.disturbed[f]
+		limit := repairTime
+		if w.troubled {
+			limit = inTime
+		}
+		if why := w.differs(f, p); why != "" {
+			if !disturbed || time.Since(since) > limit {
+				w.fail("it says that it is in sync, but %s (others' changes: %t, %v ago)", why, disturbed, time.Since(since))
+			}
+			continue
+		}
+		delete(w.disturbed, f)
+		for q := range w.probes(f) {
+			if verdicts.Verdict(q.packet()).Action == plan.Forward {
+				w.steady[q] = true
+			}
+		}
+	}
+}
+
+// differs says how the tables of a family differ from those of a plan; "" if they don't.
+func (w *world) differs(f plan.Family, p *plan.Plan) (why string) {
+	desired := rulesOfIPTables(w.cfg, p, f, true, nil)
+	want := map[names.Table]xtables.Content{names.NAT: {}, names.Filter: {}}
+	for _, c := range desired.Chains {
+		want[c.Table][c.Name] = c.Rules
+	}
+	tables := w.tables.Kernels[f].Tables
+	for _, t := range []names.Table{names.NAT, names.Filter} {
+		for _, name := range slices.Sorted(maps.Keys(tables[t])) {
+			rules, wanted := want[t][name]
+			held := tables[t][name]
+			switch {
+			case !names.IsOurs(t, name) || wanted && slices.Equal(rules, held):
+			case !wanted && len(held) == 0 && wantedByOthers(t, name, tables[t]):
+			default:
+				why = fmt.Sprintf("%s chain %s of table %s has %q, want %q (wanted: %t)", f, name, t, held, rules, wanted)
+			}
+		}
+		for name := range want[t] {
+			if _, there := tables[t][name]; !there {
+				why = fmt.Sprintf("%s chain %s of table %s is missing", f, name, t)
+			}
+		}
+	}
+	for _, j := range desired.Jumps {
+		if !slices.Contains(tables[j.Table][j.From], j.Rule) {
+			why = fmt.Sprintf("%s %s of table %s lacks %s", f, j.From, j.Table, j.Rule)
+		}
+	}
+	return why
+}
+
+// wantedByOthers reports whether a chain of others leads to one of ours, which then stays.
+func wantedByOthers(t names.Table, name string, table xtables.Content) bool {
+	for from, rules := range table {
+		if !names.IsOurs(t, from) && slices.ContainsFunc(rules, func(r string) bool { return xtables.Target(r) == name }) {
+			return true
+		}
+	}
+	return false
+}
+
+// others returns what others have in the tables of a family, which are locked.
+func (w *world) others(f plan.Family) string {
+	tables := w.tables.Kernels[f].Tables
+	var out strings.Builder
+	for _, t := range slices.Sorted(maps.Keys(tables)) {
+		for _, name := range slices.Sorted(maps.Keys(tables[t])) {
+			if names.IsOurs(t, name) {
+				continue
+			}
+			fmt.Fprintln(&out, t, name)
+			for _, r := range tables[t][name] {
+				if !names.Builtin(name) || !names.IsOurs(t, xtables.Target(r)) {
+					fmt.Fprintln(&out, r)
+				}
+			}
+		}
+	}
+	return out.String()
+}
+
+// disturb notes that the tables of a family may not be as the daemon has left them.
+func (w *world) disturb(f plan.Family) {
+	w.disturbed[f] = time.Now()
+	for q := range w.steady {
+		if q.to.Addr().Is4() == (f == plan.IPv4) {
+			delete(w.steady, q)
+		}
+	}
+}
+
+// changed looks at tables that have changed. They are locked.
+func (w *world) changed(f plan.Family, by *xtablestest.Process, input string) {
+	if by == nil {
+		return
+	}
+	lines := strings.Split(input, "\n")
+	slices.Sort(lines)
+	w.note("%s %q", f, lines)
+	if by.Dead() {
+		w.disturb(f)
+	}
+	if now := w.others(f); now != w.foreign[f] {
+		w.fail("it has changed what others have: %s, which was %s", now, w.foreign[f])
+	}
+	rules, err := restore.Lazy(f, []string{"filter", "nat"}, func(table, name string) ([]string, bool) {
+		list, exists := w.tables.Kernels[f].Tables[names.Table(table)][name]
+		return list, exists
+	})
+	if err != nil {
+		w.fail("%v", err)
+		return
+	}
+	for q := range w.probes(f) {
+		if w.failure != "" {
+			return
+		}
+		w.send(q, rules)
+	}
+}
+
+// send sends a packet.
+func (w *world) send(q probe, rules *packetsim.Machine) {
+	outcomes, err := rules.Trace(q.packet(), packetsim.Node{Local: func(netip.Addr) bool { return false }})
+	if err != nil {
+		w.fail("packet %s: %v", q.packet(), err)
+		return
+	}
+	for _, o := range outcomes {
+		switch {
+		case o.DNAT && !w.ever[q.to][o.Dst]:
+			w.fail("packet %s gets to %s, which has never been an endpoint", q.packet(), o.Dst)
+		case w.steady[q] && (!o.DNAT || o.Action != packetsim.Accept):
+			w.fail("packet %s: %s, though there has been an endpoint all the time\n%s", q.packet(), o, strings.Join(o.Rules(), "\n"))
+		}
+	}
+}
+
+// end ends all trouble, and checks what holds then.
+func (w *world) end() {
+	w.calm()
+	time.Sleep(repairTime) // in simulated time
+	synctest.Wait()
+	w.tables.Lock()
+	w.look()
+	w.tables.Unlock()
+	wait := inTime
+	if w.silent {
+		wait = inTimeSilent
+	}
+	time.Sleep(wait) // in simulated time
+	synctest.Wait()
+	s := w.emptyState()
+	w.cluster.Lock()
+	s.Apply(batchOf(w.cluster))
+	w.cluster.Unlock()
+	p, _ := s.Update()
+	check := func(when string) {
+		w.tables.Lock()
+		defer w.tables.Unlock()
+		if w.failure != "" {
+			return
+		}
+		for _, f := range plan.Families {
+			if why := w.differs(f, p); why != "" {
+				w.fail("%s: %s", when, why)
+			}
+			if now := w.others(f); now != w.foreign[f] {
+				w.fail("%s: others have %s, which was %s", when, now, w.foreign[f])
+			}
+		}
+		if missing := w.daemon.monitor.node.Missing(); len(missing) > 0 || !w.idle() {
+			w.fail("%s: it says that it is not in sync: %v, the oldest change %v", when, missing, w.daemon.monitor.node.OldestChange())
+		}
+	}
+	check("in the end")
+	w.stop()
+	w.start()
+	time.Sleep(time.Minute) // in simulated time
+	synctest.Wait()
+	check("after another start")
+	if n := w.process.Written(); n > 0 {
+		w.fail("another start writes %d tables", n)
+	}
+	w.stop()
+}
+
+// batchOf returns all objects of a cluster, which is locked.
+func batchOf(c *apiservertest.Cluster) source.Batch {
+	b := source.Batch{Synced: true, Services: map[types.NamespacedName]*v1.Service{}, Nodes: map[string]*v1.Node{},
+		EndpointSlices: map[types.NamespacedName]*discovery.EndpointSlice{}}
+	for name, o := range apiservertest.Objects(c.Log, "services", c.Version) {
+		b.Services[name] = o.Object.(*v1.Service)
+	}
+	for name, o := range apiservertest.Objects(c.Log, "endpointslices", c.Version) {
+		b.EndpointSlices[name] = o.Object.(*discovery.EndpointSlice)
+	}
+	for name, o := range apiservertest.Objects(c.Log, "nodes", c.Version) {
+		b.Nodes[name.Name] = o.Object.(*v1.Node)
+	}
+	return b
+}
