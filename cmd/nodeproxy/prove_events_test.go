@@ -96,7 +96,7 @@ var happenings = []happening{
 			for i, rule := range rules {
 				if xtables.Target(rule) == chain {
 					rules = slices.Clone(rules)
-					rules[i] = strings.Replace(rule, chain, to, 1)
+					rules[i] = strings.TrimSuffix(rule, chain) + to // Before it, the name may be that of a list of clients.
 				}
 			}
 			t[name] = rules
