@@ -4,8 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"sync"
-	"time"
 
 	"nodeproxy/kernel/drift"
 	"nodeproxy/plan"
@@ -36,35 +34,14 @@ func Verify[E Verifier](ctx context.Context, engines []E, svc plan.Service) (thi
 // errUnknown is what Verify returns where there is nothing to compare the kernel with.
 var errUnknown = errors.New("what the kernel holds is not known until the next sync has succeeded")
 
-// Mutex is a sync.Mutex, or what serves as one.
-type Mutex interface {
-	sync.Locker
-	TryLock() bool
-}
-
 // Known calls take with mu locked, which a sync may hold for long, to copy what is known of the kernel. take returns false if nothing is.
-func Known(ctx context.Context, mu Mutex, take func() (known bool)) error {
-	if err := Lock(ctx, mu); err != nil {
+func Known(ctx context.Context, mu *Mutex, take func() (known bool)) error {
+	if err := mu.LockContext(ctx); err != nil {
 		return err
 	}
 	defer mu.Unlock() // Even if take panics: who asks survives that, and the next sync must not hang.
 	if !take() {
 		return errUnknown
-	}
-	return nil
-}
-
-// lockTry is the interval between attempts to lock what a sync has locked.
-const lockTry = 5 * time.Millisecond
-
-// Lock locks what a sync may have locked for long, unless ctx ends before.
-func Lock(ctx context.Context, mu Mutex) error {
-	for !mu.TryLock() {
-		select {
-		case <-ctx.Done():
-			return fmt.Errorf("a sync was running all the time: %w", ctx.Err())
-		case <-time.After(lockTry):
-		}
 	}
 	return nil
 }

@@ -191,7 +191,7 @@ type engine struct {
 	refused   map[plan.Key]*refusal
 	onRefused func(plan.Family, []plan.Refusal)
 	// syncing is held by Sync, and while a comparison beside syncs puts something right, for which writing is called before.
-	syncing mutex
+	syncing backend.Mutex
 	writing func() (done func())
 	// current is what the kernel holds; nil where that is not known.
 	current *rules

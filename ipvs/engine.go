@@ -31,7 +31,7 @@ type engine struct {
 	grace   time.Duration
 	log     *slog.Logger
 
-	mu sync.Mutex // between Sync and the removal of drained real servers
+	mu backend.Mutex // between Sync and the removal of drained real servers
 	// desired is what the last plan asks for; nil if the kernel's state is not known.
 	desired *state
 	actual  *actual

@@ -7,7 +7,6 @@ import (
 	"maps"
 	"sync"
 
-	"nodeproxy/backend"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 )
@@ -98,7 +97,7 @@ func add(sum *plan.Traffic, from, to ipvs.Traffic) {
 
 // serversOf adds the virtual servers of each ServicePort.
 func (e *engine) serversOf(ctx context.Context, into map[plan.Key][]ipvs.ServerID) error {
-	if err := backend.Lock(ctx, &e.mu); err != nil {
+	if err := e.mu.LockContext(ctx); err != nil {
 		return fmt.Errorf("reading traffic of %s: %w", e.family, err)
 	}
 	defer e.mu.Unlock()

@@ -8,7 +8,6 @@ import (
 	"net/netip"
 	"reflect"
 	"slices"
-	"sync"
 
 	"golang.org/x/sys/unix"
 
@@ -62,7 +61,7 @@ type engine struct {
 	// traffic, if not nil, gets what elements have counted before they are replaced.
 	traffic *TrafficReader
 
-	mu sync.Mutex // held by sync
+	mu backend.Mutex // held by sync
 	// layout and current describe the kernel's content; current is nil if that is not known.
 	layout  *layout
 	current *contents
