@@ -117,9 +117,12 @@ func (b *both) Generation() (uint32, error) {
 
 func (b *both) Close() error { return b.real.Close() }
 
+// elsewhere is the name of a table of others.
+const elsewhere = "elsewhere"
+
 // drawBatch draws a transaction of which the kernel may refuse any part.
 func drawBatch(t *rapid.T, e *engine) *nft.Batch {
-	b := nft.NewBatch(e.family, rapid.SampledFrom([]string{names.NFTables, names.NFTables, names.NFTables, "absent"}).Draw(t, "table"))
+	b := nft.NewBatch(e.family, rapid.SampledFrom([]string{names.NFTables, names.NFTables, names.NFTables, elsewhere}).Draw(t, "table"))
 	chains := []string{"others-1", "others-2", "others-3", "absent", names.NFTOutput, names.NFTToServices, names.NFTReject}
 	aChain := func(what string) string { return rapid.SampledFrom(chains).Draw(t, what) }
 	own := []nft.Set{{Name: "others", Key: nft.Concat{nft.TypeClassID}, Data: nft.Concat{nft.TypeVerdict}, Size: 3},
@@ -185,7 +188,7 @@ func TestFakeIsLikeTheKernel(t *testing.T) {
 	nstest.Enter(t)
 	refusals := map[string]int{}
 	rapid.Check(t, func(t *rapid.T) {
-		require.NoError(t, Cleanup())
+		require.NoError(t, errors.Join(Cleanup(), nft.RemoveTables(elsewhere)))
 		by := new(nfttest.Kernel).Start()
 		e := newEngine(rapid.SampledFrom(plan.Families[:]).Draw(t, "family"), Options{MasqueradeBit: 14}, slog.New(slog.DiscardHandler), nil)
 		e.dial = func() (kernel, error) { return dialBoth(t, by) }

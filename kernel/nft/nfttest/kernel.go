@@ -103,7 +103,7 @@ func (p *Process) Kill() {
 // Dead reports whether the process has been killed. The Kernel must be locked.
 func (p *Process) Dead() bool { return p.dead }
 
-// Written is how many transactions of the process have changed something.
+// Written is how many transactions of the process have added something. Others have removed what is not used any more, and the like.
 func (p *Process) Written() int {
 	p.Lock()
 	defer p.Unlock()
@@ -253,7 +253,9 @@ func (s *socket) transact(list []message) error {
 		return nil
 	}
 	s.generation++
-	s.written++
+	if t.adds() {
+		s.written++
+	}
 	s.notify(t.changes, s.port)
 	for _, f := range plan.Families {
 		if in := t.touched[nft.Protocol(f)]; in != nil && s.Changed != nil {

@@ -150,7 +150,7 @@ func (k *Kernel) list(m message) (kind uint16, list [][]byte, no unix.Errno) {
 		case unix.NFT_MSG_GETSET:
 			kind = unix.NFT_MSG_NEWSET
 			for _, s := range t.sets {
-				list = append(list, append(t.begin(), s.attrs...).BigEndian32(numberAttr, uint32(len(s.elements))))
+				list = append(list, append(t.begin(), s.attrs...).BigEndian32(numberAttr, uint32(s.count())))
 			}
 		case unix.NFT_MSG_GETRULE:
 			kind = unix.NFT_MSG_NEWRULE

@@ -102,6 +102,13 @@ func (t *transaction) input() string {
 	return out.String()
 }
 
+// adds reports whether something is added.
+func (t *transaction) adds() bool {
+	return slices.ContainsFunc(t.changes, func(m message) bool {
+		return slices.Contains([]uint16{unix.NFT_MSG_NEWTABLE, unix.NFT_MSG_NEWSET, unix.NFT_MSG_NEWCHAIN, unix.NFT_MSG_NEWRULE, unix.NFT_MSG_NEWSETELEM}, m.kind())
+	})
+}
+
 // put changes something, which is taken back if the transaction fails.
 func put[T any](t *transaction, m message, to *T, now T) {
 	was := *to
@@ -402,6 +409,14 @@ func (t *transaction) elements(m message, in *table) *refusal {
 	return nil
 }
 
+// count is how many elements there are but the catch-all element.
+func (s *set) count() int {
+	if s.elements[""] != nil {
+		return len(s.elements) - 1
+	}
+	return len(s.elements)
+}
+
 func (s *set) keyOf(raw []byte) (key string, no unix.Errno) {
 	const catchAll = 2 // NFT_SET_ELEM_CATCHALL
 	value := netlink.Attribute(netlink.Attribute(raw, unix.NFTA_SET_ELEM_KEY), unix.NFTA_DATA_VALUE)
@@ -439,7 +454,7 @@ func (t *transaction) addElement(m message, in *table, s *set, raw []byte) unix.
 		return unix.EEXIST
 	case was != nil:
 		return 0
-	case s.size > 0 && len(s.elements) >= s.size:
+	case s.size > 0 && key != "" && s.count() >= s.size:
 		return unix.ENFILE
 	}
 	s.elements[key] = e
