@@ -211,11 +211,12 @@ soak: deps build $(if $(filter ipvs,$(MODE)),kernel)
 	SOAK=$(SOAK) SOAK_RATE=$(SOAK_RATE) NODEPROXY_KERNEL_TIMEOUT=86400 NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -count=1 -timeout 0 -v \
 		-run '^TestSoak$$/^$(SOAK_VARIANT)$$' ./e2e$(if $(filter ipvs,$(MODE)),/ipvs) | hack/quiet
 
-# The daemon in simulated time: so many schedules of faults from a seed, and as many more. See docs/faults.md.
+# The daemon in simulated time: so many schedules of faults from a seed, and as many more, in the modes in turn, or in MODE if that is given.
+# See docs/faults.md.
 PROVE ?= 100000
 SEED  ?= 0
 prove: deps
-	NODEPROXY_SCHEDULES=$(PROVE) NODEPROXY_SCHEDULE=$(SEED) GOMAXPROCS=1 go test -count=1 -timeout 0 -v -run '^TestProve$$' ./cmd/nodeproxy
+	NODEPROXY_MODE=$(if $(filter-out file,$(origin MODE)),$(MODE)) NODEPROXY_SCHEDULES=$(PROVE) NODEPROXY_SCHEDULE=$(SEED) GOMAXPROCS=1 go test -count=1 -timeout 0 -v -run '^TestProve$$' ./cmd/nodeproxy
 
 # Benchmarks of single functions.
 bench: deps

@@ -42,7 +42,9 @@ type provenMode struct {
 var provenModes = map[string]provenMode{"iptables": {newXtablesRules, toXtables}, "nftables": {newNFTRules, toNFT}}
 
 // happeningsIn are all happenings in a mode.
-func happeningsIn(mode string) []happening { return slices.Concat(beforeRules, provenModes[mode].own, afterRules) }
+func happeningsIn(mode string) []happening {
+	return slices.Concat(beforeRules, provenModes[mode].own, afterRules)
+}
 
 // modeOf returns the mode of a schedule: that of an environment variable, or one after the other.
 func modeOf(seed uint64) string {
