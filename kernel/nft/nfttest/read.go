@@ -23,8 +23,8 @@ type dump struct {
 	changed    bool // since it began
 }
 
-// mostInPart is how many things a part of a listing has. That of the kernel has some hundred.
-const mostInPart = 50
+// mostInPart is how many things a part of a listing has. That of the kernel has about as many rules, and more elements.
+const mostInPart = 100
 
 // ask answers a question, or begins to. The Kernel must be locked.
 func (s *socket) ask(m message) {

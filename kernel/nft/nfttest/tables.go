@@ -104,9 +104,8 @@ func (t *transaction) input() string {
 
 // adds reports whether something is added.
 func (t *transaction) adds() bool {
-	return slices.ContainsFunc(t.changes, func(m message) bool {
-		return slices.Contains([]uint16{unix.NFT_MSG_NEWTABLE, unix.NFT_MSG_NEWSET, unix.NFT_MSG_NEWCHAIN, unix.NFT_MSG_NEWRULE, unix.NFT_MSG_NEWSETELEM}, m.kind())
-	})
+	added := []uint16{unix.NFT_MSG_NEWTABLE, unix.NFT_MSG_NEWSET, unix.NFT_MSG_NEWCHAIN, unix.NFT_MSG_NEWRULE, unix.NFT_MSG_NEWSETELEM}
+	return slices.ContainsFunc(t.changes, func(m message) bool { return slices.Contains(added, m.kind()) })
 }
 
 // put changes something, which is taken back if the transaction fails.
