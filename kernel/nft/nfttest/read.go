@@ -23,8 +23,8 @@ type dump struct {
 	changed    bool // since it began
 }
 
-// mostInPart is how many things a part of a listing has. That of the kernel has about as many rules, and more elements.
-const mostInPart = 100
+// mostInPart is how many things a part of a listing has at most, and partBytes about how many bytes. The kernel has no bound of the former.
+const mostInPart, partBytes = 100, 30000
 
 // ask answers a question, or begins to. The Kernel must be locked.
 func (s *socket) ask(m message) {
@@ -105,6 +105,11 @@ func (s *socket) part() {
 		return
 	}
 	list = list[:min(mostInPart, len(list))]
+	for size, i := 0, 0; i < len(list); i++ {
+		if size += len(list[i]); size > partBytes {
+			list = list[:i]
+		}
+	}
 	d.at += len(list)
 	if kind == unix.NFT_MSG_NEWSETELEM {
 		t := s.table(d.body[0], d.text(tableAttr))
