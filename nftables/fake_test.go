@@ -210,7 +210,7 @@ func TestFakeIsLikeTheKernel(t *testing.T) {
 		require.NoError(t, err)
 		defer others.Close()
 		defer e.forget()
-		for range rapid.IntRange(1, 4).Draw(t, "plans") {
+		for range rapid.IntRange(1, 2).Draw(t, "plans") {
 			if err := e.Sync(t.Context(), plantest.Plans().Draw(t, "plan"), plan.Everything()); err != nil {
 				t.Logf("a sync fails: %v", err)
 			}

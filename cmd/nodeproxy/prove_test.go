@@ -171,7 +171,7 @@ func number(t *testing.T, variable string, otherwise uint64) uint64 {
 // what the program says of itself is true. NODEPROXY_SCHEDULES says how many schedules there are to be, NODEPROXY_SCHEDULE which is the
 // first, and NODEPROXY_MODE in which mode all of them are.
 func TestProve(t *testing.T) {
-	first, n := number(t, "NODEPROXY_SCHEDULE", 0), number(t, "NODEPROXY_SCHEDULES", 40)
+	first, n := number(t, "NODEPROXY_SCHEDULE", 0), number(t, "NODEPROXY_SCHEDULES", 30)
 	began, happened := time.Now(), map[string]int{}
 	for seed := first; seed < first+n; seed++ {
 		s := drawSchedule(seed)
