@@ -213,13 +213,14 @@ soak: deps build $(if $(filter ipvs,$(MODE)),kernel)
 	SOAK=$(SOAK) SOAK_RATE=$(SOAK_RATE) NODEPROXY_KERNEL_TIMEOUT=86400 NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -count=1 -timeout 0 -v \
 		-run '^TestSoak$$/^$(SOAK_VARIANT)$$' ./e2e$(if $(filter ipvs,$(MODE)),/ipvs) | hack/quiet
 
-# The daemon in simulated time: so many schedules of faults from a seed, and as many more; the first hundred twice, which must be the same.
-# See docs/faults.md.
+# The daemon in simulated time: so many schedules of faults from a seed, and as many more, in the modes in turn, or in MODE if that is given;
+# the first hundred twice, which must be the same. See docs/faults.md.
 PROVE ?= 100000
 SEED  ?= 0
 prove: deps
 	go test -c -tags deterministic -overlay="$$(hack/deterministic .cache/deterministic)" -o bin/prove ./cmd/nodeproxy
-	cd cmd/nodeproxy && NODEPROXY_SCHEDULES=$(PROVE) NODEPROXY_SCHEDULE=$(SEED) GOMAXPROCS=1 $(CURDIR)/bin/prove -test.timeout 0 -test.v -test.run '^TestProve(Again)?$$'
+	cd cmd/nodeproxy && NODEPROXY_MODE=$(if $(filter-out file,$(origin MODE)),$(MODE)) NODEPROXY_SCHEDULES=$(PROVE) NODEPROXY_SCHEDULE=$(SEED) \
+		GOMAXPROCS=1 $(CURDIR)/bin/prove -test.timeout 0 -test.v -test.run '^TestProve(Again)?$$'
 
 # Benchmarks of single functions.
 bench: deps

@@ -18,6 +18,7 @@ import (
 	"nodeproxy/kernel/conntrack"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/netlink"
 	"nodeproxy/kernel/nft"
 	"nodeproxy/plan"
 )
@@ -44,28 +45,73 @@ type Config struct {
 	// Clients is called at each comparison of a family with how many clients each share of affinity remembers, unless the kernel
 	// does not tell. It must not block.
 	Clients func(f plan.Family, share, clients int)
+	// Sockets, if not nil, take the place of those of the kernel.
+	Sockets *Sockets
 	Log     *slog.Logger
+}
+
+// Sockets are by what a Backend reaches nf_tables.
+type Sockets struct {
+	// Open opens one for requests.
+	Open func() (netlink.Socket, error)
+	// Subscribe opens one for notifications.
+	Subscribe func() (nft.Notifications, error)
+}
+
+// dial opens a connection; s may be nil.
+func (s *Sockets) dial() (*nft.Conn, error) {
+	if s == nil {
+		return nft.Dial()
+	}
+	socket, err := s.Open()
+	if err != nil {
+		return nil, err
+	}
+	return nft.NewConn(socket), nil
+}
+
+// read opens a connection that nothing is written with.
+func (s *Sockets) read() (kernel, error) {
+	c, err := s.dial()
+	if err != nil {
+		return nil, err
+	}
+	return c, nil
+}
+
+// read opens a connection to the kernel that nothing is written with.
+func read() (kernel, error) { return (*Sockets)(nil).read() }
+
+// subscribe opens a socket for notifications; s may be nil.
+func (s *Sockets) subscribe() (nft.Notifications, error) {
+	if s == nil {
+		return nft.Subscribe()
+	}
+	return s.Subscribe()
 }
 
 // Backend keeps tables equal to a plan. Sync is not safe for concurrent use.
 type Backend struct {
 	backend.PerFamily[*engine]
-	ports *ownPorts
+	ports   *ownPorts
+	sockets *Sockets
 }
 
 // New finds out what the kernel can do. It changes nothing. A family for which the kernel lacks something is left out with a warning
 // (Families returns the rest); New fails if none remains.
 func New(cfg Config) (*Backend, error) {
-	b := &Backend{ports: &ownPorts{}}
+	b := &Backend{ports: &ownPorts{}, sockets: cfg.Sockets}
+	dial := func() (kernel, error) { return b.ports.dial(cfg.Sockets) }
 	b.Compared, b.Log = cfg.Compared, cfg.Log // The engines wait for each other, as they share the kernel's lock on nftables.
 	options := Options{MasqueradeBit: cfg.MasqueradeBit, TCPLiberal: conntrack.TCPLiberal(), Count: cfg.Count}
 	asked := &askedFor{warn: cfg.Warn, known: map[string]bool{}}
 	var err error
 	b.Engines, err = backend.Open("nftables", cfg.Families, cfg.Log, func(f plan.Family) (*engine, error) {
-		e := newEngine(f, options, cfg.Log, b.ports.dial)
+		e := newEngine(f, options, cfg.Log, dial)
+		e.reader = cfg.Sockets.read
 		e.failed, e.onRefused, e.warn, e.onClients = cfg.Failed, cfg.Refused, cfg.Warn, cfg.Clients
 		e.asked = asked
-		return e, try(f, options)
+		return e, try(cfg.Sockets, f, options)
 	})
 	if err != nil {
 		return nil, err
@@ -79,15 +125,6 @@ func newEngine(f plan.Family, o Options, log *slog.Logger, dial func() (kernel, 
 		mostAtOnce: mostAtOnce, sets: o.sets(f)}
 }
 
-// read opens a socket that nothing is written with.
-func read() (kernel, error) {
-	c, err := nft.Dial()
-	if err != nil {
-		return nil, err
-	}
-	return c, nil
-}
-
 // Check returns the error that New would return. It may load kernel modules, and changes nothing else.
 func Check(cfg Config) error {
 	_, err := New(cfg)
@@ -98,8 +135,8 @@ func Check(cfg Config) error {
 const trialTable = names.NFTables + "-trial"
 
 // try returns an error if the kernel rejects the sets, chains or rules of a table.
-func try(f plan.Family, o Options) error {
-	c, err := nft.Dial()
+func try(s *Sockets, f plan.Family, o Options) error {
+	c, err := s.dial()
 	if err != nil {
 		return err
 	}
@@ -150,8 +187,8 @@ func Cleanup() error { return nft.RemoveTables(names.NFTables) }
 // own changes.
 type ownPorts struct{ sync.Map }
 
-func (p *ownPorts) dial() (kernel, error) {
-	c, err := nft.Dial()
+func (p *ownPorts) dial(s *Sockets) (kernel, error) {
+	c, err := s.dial()
 	if err != nil {
 		return nil, err
 	}
@@ -163,7 +200,7 @@ func (p *ownPorts) dial() (kernel, error) {
 // happened since the first sync has read the table. It returns when ctx ends, or with an error if it can't watch: then only comparisons
 // that are due by time detect changes.
 func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
-	watch, err := nft.Watch(names.NFTables)
+	watch, err := nft.Watch(b.sockets.subscribe, names.NFTables)
 	if err != nil {
 		return err
 	}

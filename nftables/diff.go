@@ -43,15 +43,16 @@ func Planned(p *plan.Plan, f plan.Family, o Options, before *Table) *Table {
 	return t
 }
 
-// Read returns the table that the kernel has in the network namespace of the calling thread; nil if it has none. It changes nothing.
-func Read(f plan.Family, o Options) (*Table, error) {
-	k, err := read()
+// Read returns the table that the kernel has, in the network namespace of the calling thread unless there are sockets; nil if it has none.
+// It changes nothing.
+func Read(sockets *Sockets, f plan.Family, o Options) (*Table, error) {
+	k, err := sockets.read()
 	if err != nil {
 		return nil, err
 	}
 	defer k.Close()
 	e := newEngine(f, o, nil, nil)
-	e.kernel = k
+	e.kernel, e.reader = k, sockets.read
 	s := e.fullSync(plan.New(plan.Node{}, plan.Settings{}))
 	if s.content, err = k.Read(f, names.NFTables, e.sets, s.layout.chains()); err != nil || s.content == nil {
 		return nil, err

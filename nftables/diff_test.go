@@ -15,7 +15,7 @@ import (
 )
 
 func readTable(t rapid.TB, e *engine) *Table {
-	have, err := Read(e.family, e.options)
+	have, err := Read(nil, e.family, e.options)
 	require.NoError(t, err)
 	return have
 }

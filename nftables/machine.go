@@ -45,6 +45,20 @@ func (b *Backend) Machine(p *plan.Plan, f plan.Family) *packetsim.Machine {
 	return packetsim.New(f)
 }
 
+// MachineOf returns what a packet meets where the table has these chains, and these elements in sets by name, and no clients are remembered.
+func MachineOf(f plan.Family, chains []nft.Chain, elements map[string][]nft.Element) *packetsim.Machine {
+	r := &ruleset{family: f, chains: map[string]nft.Chain{}, elements: map[id]value{}, clients: map[string]value{}}
+	for _, c := range chains {
+		r.chains[c.Name] = c
+	}
+	for i, s := range simSets[f] {
+		for _, el := range elements[s.Name] {
+			r.elements[id{setID(i), el.Key}] = valueOf(el)
+		}
+	}
+	return r.machine()
+}
+
 // ruleset is what a plan becomes, with the clients that are remembered.
 type ruleset struct {
 	family   plan.Family

@@ -21,6 +21,7 @@ import (
 	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/metrics"
+	"nodeproxy/nftables"
 	"nodeproxy/node/flows"
 	"nodeproxy/node/health"
 	"nodeproxy/node/memory"
@@ -87,12 +88,13 @@ type machine struct {
 	api http.RoundTripper
 	// random is as in apiserver.Config.
 	random func(resource string, limit time.Duration) time.Duration
-	// tables, if not nil, are all there is besides the API server: nothing of this machine is looked at, listened at or set.
-	tables *iptables.Tables
+	// tables or sockets, if not nil, are all there is besides the API server: nothing of this machine is looked at, listened at or set.
+	tables  *iptables.Tables
+	sockets *nftables.Sockets
 }
 
 // real reports whether it is the machine that this process runs on.
-func (m machine) real() bool { return m.tables == nil }
+func (m machine) real() bool { return m.tables == nil && m.sockets == nil }
 
 // newDaemon makes a daemon that stops when ctx ends. It writes nothing to the kernel, and reads no objects before begin.
 func newDaemon(ctx context.Context, m machine, cfg *config.Config, log *slog.Logger) (*daemon, error) {

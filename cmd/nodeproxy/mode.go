@@ -12,6 +12,7 @@ import (
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/metrics"
+	"nodeproxy/nftables"
 	"nodeproxy/node/flows"
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
@@ -67,8 +68,9 @@ type modeConfig struct {
 	families []plan.Family // of the host
 	metrics  *metrics.Set
 	log      *slog.Logger
-	// tables are as in iptables.Config.
-	tables *iptables.Tables
+	// tables and sockets are as in iptables.Config and nftables.Config.
+	tables  *iptables.Tables
+	sockets *nftables.Sockets
 	// warn reports a problem that is no error.
 	warn func(text string)
 	// compared, nativeRules and refused are as in the Config of a backend.
@@ -132,7 +134,7 @@ type removal struct {
 func (d *daemon) modeConfig() modeConfig {
 	report := d.warnAnd(d.keep(d.report))
 	return modeConfig{
-		Config: d.cfg, families: d.families, metrics: d.metrics, log: d.log, tables: d.machine.tables,
+		Config: d.cfg, families: d.families, metrics: d.metrics, log: d.log, tables: d.machine.tables, sockets: d.machine.sockets,
 		warn:     func(text string) { report(source.Finding{Severity: source.Problem, Detail: text}) },
 		compared: d.drift.compared, nativeRules: d.nativeRules, refused: d.refused,
 	}

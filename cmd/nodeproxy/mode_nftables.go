@@ -38,7 +38,7 @@ var nftablesMode = mode{
 func (c modeConfig) nftables() nftables.Config {
 	return nftables.Config{
 		Families: c.families, MasqueradeBit: c.MasqueradeBit, Count: c.ServiceMetrics > 0, Failed: c.metrics.NFTablesFailed, Compared: c.compared,
-		Warn: c.warn, Refused: c.refused, Clients: c.metrics.AffinityClients, Log: c.log,
+		Warn: c.warn, Refused: c.refused, Clients: c.metrics.AffinityClients, Sockets: c.sockets, Log: c.log,
 	}
 }
 
@@ -87,7 +87,7 @@ func diffNFTables(from, to *side, f plan.Family) ([]drift.Hunk, error) {
 		if !to.nothing() {
 			o = options(to)
 		}
-		if have, err = nftables.Read(f, o); err != nil && (!to.nothing() || !errors.Is(err, nft.ErrAbsent)) {
+		if have, err = nftables.Read(nil, f, o); err != nil && (!to.nothing() || !errors.Is(err, nft.ErrAbsent)) {
 			return nil, err
 		}
 	case !from.nothing():

@@ -2,7 +2,6 @@ package main
 
 import (
 	"fmt"
-	"maps"
 	"math/rand/v2"
 	"net/netip"
 	"slices"
@@ -16,9 +15,6 @@ import (
 	"k8s.io/apimachinery/pkg/util/intstr"
 	"k8s.io/utils/ptr"
 
-	"nodeproxy/kernel/names"
-	"nodeproxy/kernel/xtables"
-	"nodeproxy/kernel/xtables/xtablestest"
 	"nodeproxy/plan"
 	"nodeproxy/source/apiserver/apiservertest"
 )
@@ -30,117 +26,71 @@ type happening struct {
 	do     func(*world, *rand.Rand) string
 }
 
-// happenings are all of them. Scenarios have their names.
-var happenings = []happening{
-	{"change-service", 8, (*world).changeService},
-	{"delete-service", 2, func(w *world, r *rand.Rand) string { return w.remove("services", fmt.Sprint("s", r.IntN(services))) }},
-	{"change-slice", 14, (*world).changeSlice},
-	{"delete-slice", 3, func(w *world, r *rand.Rand) string { return w.remove("endpointslices", sliceName(r)) }},
-	{"change-node", 1, (*world).changeNode},
-	{"api-ends-watches", 2, toServer(func(_ *world, s *apiservertest.CachingServer, _ *rand.Rand) string { s.End(); return "" })},
-	{"api-restarts", 2, toServer(func(w *world, s *apiservertest.CachingServer, _ *rand.Rand) string { w.cluster.Restart(s); return "" })},
-	{"api-forgets", 1, toServer(func(_ *world, s *apiservertest.CachingServer, _ *rand.Rand) string { s.Oldest = s.Seen; return "" })},
-	{"api-lags", 2, toServer(func(_ *world, s *apiservertest.CachingServer, r *rand.Rand) string {
-		s.Lag = time.Duration(r.Int64N(int64(5 * time.Second)))
-		return s.Lag.String()
-	})},
-	{"api-ill", 2, toServer(func(w *world, s *apiservertest.CachingServer, r *rand.Rand) string {
-		s.Ill = apiservertest.Trouble(r.IntN(apiservertest.Troubles))
-		s.End()
-		w.later(r, 10*time.Second, func() { s.Ill = apiservertest.None })
-		return fmt.Sprint("trouble ", s.Ill)
-	})},
-	{"api-trouble", 3, toServer(func(w *world, _ *apiservertest.CachingServer, r *rand.Rand) string {
-		w.cluster.Troubles = append(w.cluster.Troubles, apiservertest.Trouble(r.IntN(apiservertest.Troubles)))
-		w.later(r, 10*time.Second, func() { w.cluster.Troubles = nil })
-		return fmt.Sprint("troubles ", w.cluster.Troubles)
-	})},
-	{"api-slow", 1, toServer(func(w *world, _ *apiservertest.CachingServer, r *rand.Rand) string {
-		w.pace = time.Duration(r.Int64N(int64(time.Second)))
-		return w.pace.String()
-	})},
-	{"api-streams", 1, toServer(func(w *world, s *apiservertest.CachingServer, r *rand.Rand) string {
-		s.Streams = apiservertest.Support(r.IntN(4))
-		w.silent = w.silent || s.Streams == apiservertest.Endless
-		return fmt.Sprint("support ", s.Streams)
-	})},
-	{"api-back-in-time", 1, toServer(func(w *world, _ *apiservertest.CachingServer, r *rand.Rand) string {
-		if r.IntN(4) > 0 {
-			return "not this time"
-		}
-		w.silent = true
-		w.cluster.Restore()
-		return ""
-	})},
-	{"tables-trouble", 5, func(w *world, r *rand.Rand) string {
-		what, long := xtablestest.Trouble(r.IntN(int(xtablestest.Troubles))), time.Duration(r.Int64N(int64(8*time.Second)))
-		w.tables.Suffer(what, long)
-		w.troubled = true
-		return fmt.Sprint(what, " for ", long)
-	}},
-	{"others-flush-chain", 2, onChain(func(t xtables.Content, chain string, _ *rand.Rand) { t[chain] = nil })},
-	{"others-delete-rule", 2, onChain(func(t xtables.Content, chain string, r *rand.Rand) {
-		if n := len(t[chain]); n > 0 {
-			i := r.IntN(n)
-			t[chain] = slices.Delete(slices.Clone(t[chain]), i, i+1)
-		}
-	})},
-	{"others-insert-rule", 2, onChain(func(t xtables.Content, chain string, _ *rand.Rand) {
-		t[chain] = slices.Concat([]string{"-m mark --mark 0x77/0x77 -j RETURN"}, t[chain])
-	})},
-	{"others-rename-chain", 1, onChain(func(t xtables.Content, chain string, r *rand.Rand) {
-		to := fmt.Sprint("STOLEN-", r.IntN(1e6))
-		t[to] = t[chain]
-		delete(t, chain)
-		for name, rules := range t {
-			for i, rule := range rules {
-				if xtables.Target(rule) == chain {
-					rules = slices.Clone(rules)
-					rules[i] = strings.TrimSuffix(rule, chain) + to // Before it, the name may be that of a list of clients.
-				}
+// Happenings that every mode has: to objects and the API server, and to nodeproxy. Scenarios have their names.
+var (
+	beforeRules = []happening{
+		{"change-service", 8, (*world).changeService},
+		{"delete-service", 2, func(w *world, r *rand.Rand) string { return w.remove("services", fmt.Sprint("s", r.IntN(services))) }},
+		{"change-slice", 14, (*world).changeSlice},
+		{"delete-slice", 3, func(w *world, r *rand.Rand) string { return w.remove("endpointslices", sliceName(r)) }},
+		{"change-node", 1, (*world).changeNode},
+		{"api-ends-watches", 2, toServer(func(_ *world, s *apiservertest.CachingServer, _ *rand.Rand) string { s.End(); return "" })},
+		{"api-restarts", 2, toServer(func(w *world, s *apiservertest.CachingServer, _ *rand.Rand) string { w.cluster.Restart(s); return "" })},
+		{"api-forgets", 1, toServer(func(_ *world, s *apiservertest.CachingServer, _ *rand.Rand) string { s.Oldest = s.Seen; return "" })},
+		{"api-lags", 2, toServer(func(_ *world, s *apiservertest.CachingServer, r *rand.Rand) string {
+			s.Lag = time.Duration(r.Int64N(int64(5 * time.Second)))
+			return s.Lag.String()
+		})},
+		{"api-ill", 2, toServer(func(w *world, s *apiservertest.CachingServer, r *rand.Rand) string {
+			s.Ill = apiservertest.Trouble(r.IntN(apiservertest.Troubles))
+			s.End()
+			w.later(r, 10*time.Second, func() { s.Ill = apiservertest.None })
+			return fmt.Sprint("trouble ", s.Ill)
+		})},
+		{"api-trouble", 3, toServer(func(w *world, _ *apiservertest.CachingServer, r *rand.Rand) string {
+			w.cluster.Troubles = append(w.cluster.Troubles, apiservertest.Trouble(r.IntN(apiservertest.Troubles)))
+			w.later(r, 10*time.Second, func() { w.cluster.Troubles = nil })
+			return fmt.Sprint("troubles ", w.cluster.Troubles)
+		})},
+		{"api-slow", 1, toServer(func(w *world, _ *apiservertest.CachingServer, r *rand.Rand) string {
+			w.pace = time.Duration(r.Int64N(int64(time.Second)))
+			return w.pace.String()
+		})},
+		{"api-streams", 1, toServer(func(w *world, s *apiservertest.CachingServer, r *rand.Rand) string {
+			s.Streams = apiservertest.Support(r.IntN(4))
+			w.silent = w.silent || s.Streams == apiservertest.Endless
+			return fmt.Sprint("support ", s.Streams)
+		})},
+		{"api-back-in-time", 1, toServer(func(w *world, _ *apiservertest.CachingServer, r *rand.Rand) string {
+			if r.IntN(4) > 0 {
+				return "not this time"
 			}
-			t[name] = rules
-		}
-	})},
-	{"others-delete-jumps", 1, inTable(func(t xtables.Content, _ *rand.Rand) string {
-		for name, rules := range t {
-			if names.Builtin(name) {
-				t[name] = slices.DeleteFunc(slices.Clone(rules), func(r string) bool { return strings.Contains(r, "KUBE-") })
-			}
-		}
-		return ""
-	})},
-	{"others-flush-table", 1, inTable(func(t xtables.Content, _ *rand.Rand) string {
-		for name := range t {
-			if t[name] = nil; !names.Builtin(name) {
-				delete(t, name)
-			}
-		}
-		return ""
-	})},
-	{"others-write-own", 2, inTable(func(t xtables.Content, r *rand.Rand) string {
-		name, rule := fmt.Sprint("OTHER-", r.IntN(3)), fmt.Sprintf("-m mark --mark 0x%x/0xff -j RETURN", 1+r.IntN(255))
-		t[name] = append(slices.Clone(t[name]), rule)
-		if jump := "-j " + name; !slices.Contains(t["OUTPUT"], jump) {
-			t["OUTPUT"] = slices.Insert(slices.Clone(t["OUTPUT"]), r.IntN(len(t["OUTPUT"])+1), jump)
-		}
-		return name
-	})},
-	{"kill", 3, func(w *world, r *rand.Rand) string {
-		all := r.IntN(2) == 0
-		w.kill(all)
-		time.Sleep(time.Duration(r.Int64N(int64(20 * time.Millisecond)))) // in simulated time
-		w.start()
-		return fmt.Sprint("with its children: ", all)
-	}},
-	{"stop", 1, func(w *world, r *rand.Rand) string {
-		w.stop()
-		long := time.Duration(r.Int64N(int64(2 * time.Second)))
-		time.Sleep(long) // in simulated time
-		w.start()
-		return "for " + long.String()
-	}},
-}
+			w.silent = true
+			w.cluster.Restore()
+			return ""
+		})},
+		{"tables-trouble", 5, func(w *world, r *rand.Rand) string {
+			w.troubled = true
+			return w.rules.suffer(r)
+		}},
+	}
+	afterRules = []happening{
+		{"kill", 3, func(w *world, r *rand.Rand) string {
+			all := r.IntN(2) == 0
+			w.kill(all)
+			time.Sleep(time.Duration(r.Int64N(int64(20 * time.Millisecond)))) // in simulated time
+			w.start()
+			return fmt.Sprint("with its children: ", all)
+		}},
+		{"stop", 1, func(w *world, r *rand.Rand) string {
+			w.stop()
+			long := time.Duration(r.Int64N(int64(2 * time.Second)))
+			time.Sleep(long) // in simulated time
+			w.start()
+			return "for " + long.String()
+		}},
+	}
+)
 
 // toServer returns what happens to an API server.
 func toServer(do func(*world, *apiservertest.CachingServer, *rand.Rand) string) func(*world, *rand.Rand) string {
@@ -163,7 +113,7 @@ func (w *world) later(r *rand.Rand, most time.Duration, do func()) {
 
 // calm ends all trouble.
 func (w *world) calm() {
-	w.tables.Suffer(0, 0)
+	w.rules.calm()
 	w.cluster.Lock()
 	defer w.cluster.Unlock()
 	w.cluster.Troubles, w.pace = nil, 0
@@ -174,34 +124,6 @@ func (w *world) calm() {
 		}
 		s.See(w.cluster.Version)
 	}
-}
-
-// inTable returns what others do in a table.
-func inTable(do func(xtables.Content, *rand.Rand) string) func(*world, *rand.Rand) string {
-	return func(w *world, r *rand.Rand) (what string) {
-		f, t := plan.Families[r.IntN(2)], []names.Table{names.NAT, names.Filter}[r.IntN(2)]
-		w.tables.Change(f, func(tables map[names.Table]xtables.Content) {
-			what = do(tables[t], r)
-			w.foreign[f] = w.others(f)
-			w.disturb(f)
-		})
-		return fmt.Sprint(f, " table ", t, " ", what)
-	}
-}
-
-// onChain returns what others do to a chain of ours.
-func onChain(do func(t xtables.Content, chain string, r *rand.Rand)) func(*world, *rand.Rand) string {
-	return inTable(func(t xtables.Content, r *rand.Rand) string {
-		ours := slices.DeleteFunc(slices.Sorted(maps.Keys(t)), func(name string) bool {
-			return !strings.HasPrefix(name, "KUBE-") || strings.HasPrefix(name, "KUBE-FIREWALL")
-		})
-		if len(ours) == 0 {
-			return "is empty"
-		}
-		chain := ours[r.IntN(len(ours))]
-		do(t, chain, r)
-		return chain
-	})
 }
 
 // services is how many there are at most, and slicesOf how many slices each has.
@@ -282,7 +204,7 @@ func (w *world) changeSlice(r *rand.Rand) string {
 		s.Endpoints = append(s.Endpoints, e)
 		words = append(words, fmt.Sprintf("%s ready %t terminating %t hints %t", a, ready, terminating, e.Hints != nil))
 	}
-	w.tables.Lock()
+	w.rules.Lock()
 	for _, p := range s.Ports {
 		for _, e := range s.Endpoints {
 			to := netip.AddrPortFrom(netip.MustParseAddr(e.Addresses[0]), uint16(*p.Port))
@@ -295,7 +217,7 @@ func (w *world) changeSlice(r *rand.Rand) string {
 			}
 		}
 	}
-	w.tables.Unlock()
+	w.rules.Unlock()
 	w.put("endpointslices", s)
 	return fmt.Sprintf("%s ports %d: %s", name, len(s.Ports), strings.Join(words, ", "))
 }

@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -22,24 +23,46 @@ import (
 // event is something that happens at a time. seed is of all that it draws.
 type event struct {
 	at   time.Duration
-	what int // of happenings
+	what int // of the mode's happenings
 	seed uint64
 }
 
-// schedule is what happens in a world with a seed.
+// schedule is what happens in a world with a seed and a mode.
 type schedule struct {
 	seed   uint64
+	mode   string
 	events []event
+}
+
+// provenMode is a mode that schedules have.
+type provenMode struct {
+	rules func(*world) nodeRules
+	own   []happening
+}
+
+var provenModes = map[string]provenMode{"iptables": {newXtablesRules, toXtables}, "nftables": {newNFTRules, toNFT}}
+
+// happeningsIn are all happenings in a mode.
+func happeningsIn(mode string) []happening {
+	return slices.Concat(beforeRules, provenModes[mode].own, afterRules)
+}
+
+// modeOf returns the mode of a schedule: that of an environment variable, or one after the other.
+func modeOf(seed uint64) string {
+	if mode := os.Getenv("NODEPROXY_MODE"); mode != "" {
+		return mode
+	}
+	return slices.Sorted(maps.Keys(provenModes))[seed%2]
 }
 
 // drawSchedule draws a schedule. No two things happen in the same nanosecond.
 func drawSchedule(seed uint64) schedule {
 	r := rand.New(rand.NewPCG(seed, 2))
 	var weighted []int
-	for i, h := range happenings {
+	s := schedule{seed: seed, mode: modeOf(seed)}
+	for i, h := range happeningsIn(s.mode) {
 		weighted = append(weighted, slices.Repeat([]int{i}, h.weight)...)
 	}
-	s := schedule{seed: seed}
 	at := time.Duration(r.Int64N(int64(3 * time.Second)))
 	for range 5 + r.IntN(40) {
 		pause := time.Duration(r.Int64N(int64(time.Second)))
@@ -59,7 +82,7 @@ func drawSchedule(seed uint64) schedule {
 func (s schedule) run(t *testing.T) (failure string, story []string, sum uint64) {
 	defer debug.SetGCPercent(debug.SetGCPercent(-1)) // A collection stops what runs, anywhere.
 	synctest.Test(t, func(t *testing.T) {
-		w := newWorld(t, s.seed)
+		w, happenings := newWorld(t, s.seed, s.mode), happeningsIn(s.mode)
 		r := rand.New(rand.NewPCG(s.seed, 3))
 		w.changeNode(r)
 		for range 6 {
@@ -75,9 +98,9 @@ func (s schedule) run(t *testing.T) (failure string, story []string, sum uint64)
 			w.note("%s %s", happenings[e.what].name, words)
 			story = append(story, fmt.Sprintf("%v %s %#x # %s", e.at, happenings[e.what].name, e.seed, words))
 			synctest.Wait()
-			w.tables.Lock()
+			w.rules.Lock()
 			w.look()
-			w.tables.Unlock()
+			w.rules.Unlock()
 		}
 		w.end()
 		failure, sum = w.failure, w.trace.Sum64()
@@ -89,7 +112,7 @@ func (s schedule) run(t *testing.T) (failure string, story []string, sum uint64)
 func (s schedule) shrink(t *testing.T) schedule {
 	for size := len(s.events); size > 0; size /= 2 {
 		for i := 0; i+size <= len(s.events); {
-			less := schedule{s.seed, slices.Delete(slices.Clone(s.events), i, i+size)}
+			less := schedule{s.seed, s.mode, slices.Delete(slices.Clone(s.events), i, i+size)}
 			if failure, _, _ := less.run(t); failure != "" {
 				s = less
 			} else {
@@ -102,13 +125,13 @@ func (s schedule) shrink(t *testing.T) schedule {
 
 // text is a schedule as testdata/prove has it.
 func (s schedule) text(story []string) string {
-	return fmt.Sprintf("seed %d\n%s\n", s.seed, strings.Join(story, "\n"))
+	return fmt.Sprintf("seed %d mode %s\n%s\n", s.seed, s.mode, strings.Join(story, "\n"))
 }
 
 // readSchedule reads what text has written.
 func readSchedule(text string) (s schedule, err error) {
 	lines := strings.Split(strings.TrimSpace(text), "\n")
-	if _, err := fmt.Sscanf(lines[0], "seed %d", &s.seed); err != nil {
+	if _, err := fmt.Sscanf(lines[0], "seed %d mode %s", &s.seed, &s.mode); err != nil {
 		return s, err
 	}
 	for _, line := range lines[1:] {
@@ -117,7 +140,7 @@ func readSchedule(text string) (s schedule, err error) {
 		if err != nil {
 			return s, err
 		}
-		what := slices.IndexFunc(happenings, func(h happening) bool { return h.name == words[1] })
+		what := slices.IndexFunc(happeningsIn(s.mode), func(h happening) bool { return h.name == words[1] })
 		seed, err := strconv.ParseUint(words[2], 0, 64)
 		if what < 0 || err != nil {
 			return s, fmt.Errorf("%q: %w", line, err)
@@ -147,16 +170,16 @@ func number(t *testing.T, variable string, otherwise uint64) uint64 {
 
 // TestProve: whatever happens to the API server, to the tables and to this program, the tables hold in the end what the objects ask for. No
 // packet gets to an address that has never been an endpoint, whoever had one throughout is never without, nothing of others' changes, and
-// what the program says of itself is true. NODEPROXY_SCHEDULES says how many schedules there are to be, and NODEPROXY_SCHEDULE which is the
-// first.
+// what the program says of itself is true. NODEPROXY_SCHEDULES says how many schedules there are to be, NODEPROXY_SCHEDULE which is the
+// first, and NODEPROXY_MODE in which mode all of them are.
 func TestProve(t *testing.T) {
-	first, n := number(t, "NODEPROXY_SCHEDULE", 0), number(t, "NODEPROXY_SCHEDULES", 100)
+	first, n := number(t, "NODEPROXY_SCHEDULE", 0), number(t, "NODEPROXY_SCHEDULES", 30)
 	began, happened := time.Now(), map[string]int{}
 	for seed := first; seed < first+n; seed++ {
 		s := drawSchedule(seed)
 		failure, _, _ := s.run(t)
 		for _, e := range s.events {
-			happened[happenings[e.what].name]++
+			happened[happeningsIn(s.mode)[e.what].name]++
 		}
 		if failure != "" {
 			t.Logf("schedule %d fails, and is shrunk: %s", seed, failure)
@@ -167,8 +190,8 @@ func TestProve(t *testing.T) {
 	}
 	took := time.Since(began)
 	t.Logf("schedules %d to %d: %d, %.0f a minute", first, first+n-1, n, float64(n)/took.Minutes())
-	for _, h := range happenings {
-		t.Logf("%-22s %d", h.name, happened[h.name])
+	for _, name := range slices.Sorted(maps.Keys(happened)) {
+		t.Logf("%-22s %d", name, happened[name])
 	}
 }
 

@@ -6,11 +6,11 @@ import (
 	"hash"
 	"hash/fnv"
 	"log/slog"
-	"maps"
 	"math/rand/v2"
 	"net/netip"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -20,13 +20,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"nodeproxy/config"
-	"nodeproxy/iptables"
-	"nodeproxy/kernel/names"
-	"nodeproxy/kernel/xtables"
-	"nodeproxy/kernel/xtables/xtablestest"
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
-	"nodeproxy/plan/packetsim/restore"
 	"nodeproxy/proxier"
 	"nodeproxy/source"
 	"nodeproxy/source/apiserver"
@@ -49,17 +44,17 @@ const (
 type world struct {
 	seed    uint64
 	cluster *apiservertest.Cluster
-	tables  *xtablestest.Tables
+	rules   nodeRules
 	cfg     *config.Config
 	began   time.Time
 	silent  bool // The API server may be back in time, or have sent an answer that does not end.
 	pace    time.Duration
-	// troubled says that programs of iptables have failed or been slow.
+	// troubled says that reading or writing rules has failed or been slow.
 	troubled bool
 
 	daemon  *daemon
 	front   *front
-	process *xtablestest.Process
+	process ruleWriter
 	ended   chan error // receives what the daemon ends with
 
 	// known are the objects that the daemon has got, and steady the packets that have had an endpoint by all of them since it was idle.
@@ -76,6 +71,31 @@ type world struct {
 	failure string
 }
 
+// nodeRules are the rules of a node in one mode, which nodeproxy and others change.
+type nodeRules interface {
+	sync.Locker
+	// start starts a process, and returns what a daemon works with in it.
+	start() (ruleWriter, machine)
+	// differs says how the rules of a family differ from those of a plan; "" if they don't. They are locked.
+	differs(f plan.Family, p *plan.Plan) (why string)
+	// others returns what others have in the tables of a family, which are locked.
+	others(f plan.Family) string
+	// packets returns what packets meet in the tables of a family, which are locked.
+	packets(f plan.Family) (*packetsim.Machine, error)
+	// suffer lets a trouble happen for a while, and calm ends it.
+	suffer(r *rand.Rand) (words string)
+	calm()
+}
+
+// ruleWriter is a process that reads and writes rules.
+type ruleWriter interface {
+	// Kill ends it. What it has started to write by other programs goes on if these are not to die with it.
+	Kill(all bool)
+	Dead() bool
+	// Written is how often it has changed something.
+	Written() int
+}
+
 // probe is a packet to a Service.
 type probe struct {
 	from netip.Addr
@@ -89,7 +109,7 @@ func (p probe) packet() plan.Packet {
 	return out
 }
 
-func newWorld(t *testing.T, seed uint64) *world {
+func newWorld(t *testing.T, seed uint64, mode string) *world {
 	random := rand.New(rand.NewPCG(seed, 1))
 	w := &world{seed: seed, cluster: apiservertest.NewCluster(random, 1+random.IntN(3)), began: time.Now(), steady: map[probe]bool{},
 		disturbed: map[plan.Family]time.Time{}, ever: map[netip.AddrPort]map[netip.AddrPort]bool{}, foreign: map[plan.Family]string{}, trace: fnv.New64a()}
@@ -97,17 +117,16 @@ func newWorld(t *testing.T, seed uint64) *world {
 		return w.draw("travel "+r.Verb+r.Resource, 30*time.Millisecond)
 	}
 	w.cluster.Pace = func() time.Duration { return w.draw("pace", w.pace) }
-	w.tables = xtablestest.NewTables(w.draw)
-	w.tables.Changed = w.changed
-	flags := newRunFlags(t, "--master=http://192.0.2.1:6443", "--proxy-mode=iptables", "--hostname-override=n1", "--cluster-cidr=10.244.0.0/16,fd44::/32",
+	flags := newRunFlags(t, "--master=http://192.0.2.1:6443", "--proxy-mode="+mode, "--hostname-override=n1", "--cluster-cidr=10.244.0.0/16,fd44::/32",
 		"--iptables-localhost-nodeports=false")
 	var err error
 	if w.cfg, err = flags.Config(); err != nil {
 		t.Fatal(err)
 	}
 	w.cfg.Servers, w.cfg.Socket, w.cfg.Conntrack, w.cfg.SysctlDir = config.Servers{UI: "false"}, "", config.Conntrack{}, t.TempDir()
+	w.rules = provenModes[mode].rules(w)
 	for _, f := range plan.Families {
-		w.foreign[f] = w.others(f)
+		w.foreign[f] = w.rules.others(f)
 	}
 	return w
 }
@@ -132,21 +151,17 @@ func (w *world) fail(format string, args ...any) {
 
 // start starts a nodeproxy.
 func (w *world) start() {
-	p := w.tables.Start()
-	kernels := map[plan.Family]xtables.Kernel{}
-	for _, f := range plan.Families {
-		kernels[f] = p.Program(f)
-	}
-	m := machine{api: w.cluster, tables: &iptables.Tables{Kernels: kernels, Watch: p, MaxNames: 20},
-		random: func(resource string, limit time.Duration) time.Duration { return w.draw("pause "+resource, limit) }}
+	p, m := w.rules.start()
+	m.api = w.cluster
+	m.random = func(resource string, limit time.Duration) time.Duration { return w.draw("pause "+resource, limit) }
 	d, err := newDaemon(context.Background(), m, w.cfg, slog.New(slog.DiscardHandler))
 	if err != nil {
 		w.fail("it can't be made: %v", err)
 		return
 	}
-	w.tables.Lock()
+	w.rules.Lock()
 	w.daemon, w.front, w.process, w.ended, w.known = d, newFront(), p, make(chan error, 1), w.emptyState()
-	w.tables.Unlock()
+	w.rules.Unlock()
 	d.objects = observed{d.objects, func(b source.Batch) { w.delivered(p, b) }}
 	d.begin()
 	go func() { w.ended <- d.run(&claim{process: d.ctx, acquired: true}, w.front) }()
@@ -201,9 +216,9 @@ func (w *world) idle() bool {
 }
 
 // delivered takes over a batch that is about to be delivered.
-func (w *world) delivered(by *xtablestest.Process, b source.Batch) {
-	w.tables.Lock()
-	defer w.tables.Unlock()
+func (w *world) delivered(by ruleWriter, b source.Batch) {
+	w.rules.Lock()
+	defer w.rules.Unlock()
 	if by.Dead() {
 		return
 	}
@@ -240,7 +255,7 @@ func (w *world) look() {
 		if w.troubled {
 			limit = inTime
 		}
-		if why := w.differs(f, p); why != "" {
+		if why := w.rules.differs(f, p); why != "" {
 			if !disturbed || time.Since(since) > limit {
 				w.fail("it says that it is in sync, but %s (others' changes: %t, %v ago)", why, disturbed, time.Since(since))
 			}
@@ -255,69 +270,6 @@ func (w *world) look() {
 	}
 }
 
-// differs says how the tables of a family differ from those of a plan; "" if they don't.
-func (w *world) differs(f plan.Family, p *plan.Plan) (why string) {
-	desired := rulesOfIPTables(w.cfg, p, f, true, nil)
-	want := map[names.Table]xtables.Content{names.NAT: {}, names.Filter: {}}
-	for _, c := range desired.Chains {
-		want[c.Table][c.Name] = c.Rules
-	}
-	tables := w.tables.Kernels[f].Tables
-	for _, t := range []names.Table{names.NAT, names.Filter} {
-		for _, name := range slices.Sorted(maps.Keys(tables[t])) {
-			rules, wanted := want[t][name]
-			held := tables[t][name]
-			switch {
-			case !names.IsOurs(t, name) || wanted && slices.Equal(rules, held):
-			case !wanted && len(held) == 0 && wantedByOthers(t, name, tables[t]):
-			default:
-				why = fmt.Sprintf("%s chain %s of table %s has %q, want %q (wanted: %t)", f, name, t, held, rules, wanted)
-			}
-		}
-		for name := range want[t] {
-			if _, there := tables[t][name]; !there {
-				why = fmt.Sprintf("%s chain %s of table %s is missing", f, name, t)
-			}
-		}
-	}
-	for _, j := range desired.Jumps {
-		if !slices.Contains(tables[j.Table][j.From], j.Rule) {
-			why = fmt.Sprintf("%s %s of table %s lacks %s", f, j.From, j.Table, j.Rule)
-		}
-	}
-	return why
-}
-
-// wantedByOthers reports whether a chain of others leads to one of ours, which then stays.
-func wantedByOthers(t names.Table, name string, table xtables.Content) bool {
-	for from, rules := range table {
-		if !names.IsOurs(t, from) && slices.ContainsFunc(rules, func(r string) bool { return xtables.Target(r) == name }) {
-			return true
-		}
-	}
-	return false
-}
-
-// others returns what others have in the tables of a family, which are locked.
-func (w *world) others(f plan.Family) string {
-	tables := w.tables.Kernels[f].Tables
-	var out strings.Builder
-	for _, t := range slices.Sorted(maps.Keys(tables)) {
-		for _, name := range slices.Sorted(maps.Keys(tables[t])) {
-			if names.IsOurs(t, name) {
-				continue
-			}
-			fmt.Fprintln(&out, t, name)
-			for _, r := range tables[t][name] {
-				if !names.Builtin(name) || !names.IsOurs(t, xtables.Target(r)) {
-					fmt.Fprintln(&out, r)
-				}
-			}
-		}
-	}
-	return out.String()
-}
-
 // disturb notes that the tables of a family may not be as the daemon has left them.
 func (w *world) disturb(f plan.Family) {
 	w.disturbed[f] = time.Now()
@@ -328,24 +280,18 @@ func (w *world) disturb(f plan.Family) {
 	}
 }
 
-// changed looks at tables that have changed. They are locked.
-func (w *world) changed(f plan.Family, by *xtablestest.Process, input string) {
-	if by == nil {
-		return
-	}
+// changed looks at tables that nodeproxy has changed. They are locked.
+func (w *world) changed(f plan.Family, by ruleWriter, input string) {
 	lines := strings.Split(input, "\n")
 	slices.Sort(lines)
 	w.note("%s %q", f, lines)
 	if by.Dead() {
 		w.disturb(f)
 	}
-	if now := w.others(f); now != w.foreign[f] {
+	if now := w.rules.others(f); now != w.foreign[f] {
 		w.fail("it has changed what others have: %s, which was %s", now, w.foreign[f])
 	}
-	rules, err := restore.Lazy(f, []string{"filter", "nat"}, func(table, name string) ([]string, bool) {
-		list, exists := w.tables.Kernels[f].Tables[names.Table(table)][name]
-		return list, exists
-	})
+	rules, err := w.rules.packets(f)
 	if err != nil {
 		w.fail("%v", err)
 		return
@@ -380,9 +326,9 @@ func (w *world) end() {
 	w.calm()
 	time.Sleep(repairTime) // in simulated time
 	synctest.Wait()
-	w.tables.Lock()
+	w.rules.Lock()
 	w.look()
-	w.tables.Unlock()
+	w.rules.Unlock()
 	wait := inTime
 	if w.silent {
 		wait = inTimeSilent
@@ -395,16 +341,16 @@ func (w *world) end() {
 	w.cluster.Unlock()
 	p, _ := s.Update()
 	check := func(when string) {
-		w.tables.Lock()
-		defer w.tables.Unlock()
+		w.rules.Lock()
+		defer w.rules.Unlock()
 		if w.failure != "" {
 			return
 		}
 		for _, f := range plan.Families {
-			if why := w.differs(f, p); why != "" {
+			if why := w.rules.differs(f, p); why != "" {
 				w.fail("%s: %s", when, why)
 			}
-			if now := w.others(f); now != w.foreign[f] {
+			if now := w.rules.others(f); now != w.foreign[f] {
 				w.fail("%s: others have %s, which was %s", when, now, w.foreign[f])
 			}
 		}
@@ -419,7 +365,7 @@ func (w *world) end() {
 	synctest.Wait()
 	check("after another start")
 	if n := w.process.Written(); n > 0 {
-		w.fail("another start writes %d tables", n)
+		w.fail("another start writes %d times", n)
 	}
 	w.stop()
 }

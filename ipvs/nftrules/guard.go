@@ -265,7 +265,7 @@ func RemoveGuards() error { return nft.RemoveTables(names.IPVSMarks) }
 // Watch opens a socket in the network namespace of the calling thread. It returns a function that until ctx ends calls changed after each
 // change of rules in the table of a guard or of a Ports, and after notifications were lost.
 func Watch() (func(ctx context.Context, changed func(plan.Family)), error) {
-	watch, err := nft.Watch(names.IPVSMarks, names.IPVSPorts)
+	watch, err := nft.Watch(nft.Subscribe, names.IPVSMarks, names.IPVSPorts)
 	if err != nil {
 		return nil, err
 	}

@@ -24,10 +24,20 @@ type Change struct {
 	ElementsOnly bool
 }
 
-// Watch opens a socket in the network namespace of the calling thread. It returns a function that until ctx ends calls changed after each
-// transaction that has changed one of the tables, and lost after notifications were lost.
-func Watch(tables ...string) (func(ctx context.Context, changed func(Change), lost func(error)), error) {
-	subscription, err := netlink.Subscribe(unix.NETLINK_NETFILTER, watchBuffer, unix.NFNLGRP_NFTABLES)
+// Notifications are those of nf_tables about all transactions, as a netlink.Subscription passes them on.
+type Notifications interface {
+	Follow(ctx context.Context, each func(h netlink.Header, body []byte), failed func(error))
+}
+
+// Subscribe opens a socket for notifications in the network namespace of the calling thread.
+func Subscribe() (Notifications, error) {
+	return netlink.Subscribe(unix.NETLINK_NETFILTER, watchBuffer, unix.NFNLGRP_NFTABLES)
+}
+
+// Watch opens a socket with subscribe, such as Subscribe. It returns a function that until ctx ends calls changed after each transaction that
+// has changed one of the tables, and lost after notifications were lost.
+func Watch(subscribe func() (Notifications, error), tables ...string) (func(ctx context.Context, changed func(Change), lost func(error)), error) {
+	subscription, err := subscribe()
 	if err != nil {
 		return nil, fmt.Errorf("watching the nftables tables %s: %w", strings.Join(tables, ", "), err)
 	}

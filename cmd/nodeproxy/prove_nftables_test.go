@@ -1,0 +1,227 @@
+package main
+
+import (
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/google/nftables/expr"
+
+	"nodeproxy/kernel/conntrack"
+	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/nft"
+	"nodeproxy/kernel/nft/nfttest"
+	"nodeproxy/nftables"
+	"nodeproxy/plan"
+	"nodeproxy/plan/packetsim"
+)
+
+// nftRules are tables of nftables.
+type nftRules struct {
+	*nfttest.Kernel
+	world   *world
+	program *nft.Conn // of others
+}
+
+func newNFTRules(w *world) nodeRules {
+	// A nodeproxy whose trial fails at its start ends, and is started again by whatever has started it.
+	n := &nftRules{Kernel: &nfttest.Kernel{Draw: w.draw, Spared: names.NFTables + "-trial"}, world: w}
+	n.Changed = func(c nfttest.Change) {
+		if !c.By.Instant {
+			w.changed(c.Family, nftProcess{c.By}, c.Input)
+			return
+		}
+		if w.foreign[c.Family] = n.others(c.Family); c.Tables[names.NFTables] {
+			w.disturb(c.Family)
+		}
+	}
+	others := n.Start()
+	others.Instant = true
+	n.program = connect(others)
+	return n
+}
+
+func connect(p *nfttest.Process) *nft.Conn {
+	s, err := p.Open()
+	if err != nil {
+		panic(err)
+	}
+	return nft.NewConn(s)
+}
+
+// nftProcess is a process that writes by no other programs.
+type nftProcess struct{ *nfttest.Process }
+
+func (p nftProcess) Kill(bool) { p.Process.Kill() }
+
+func (n *nftRules) start() (ruleWriter, machine) {
+	p := n.Start()
+	return nftProcess{p}, machine{sockets: &nftables.Sockets{Open: p.Open, Subscribe: p.Subscribe}}
+}
+
+func (n *nftRules) suffer(r *rand.Rand) string {
+	what, long := nfttest.Trouble(r.IntN(int(nfttest.Troubles))), time.Duration(r.Int64N(int64(8*time.Second)))
+	n.Suffer(what, long)
+	return fmt.Sprint(what, " for ", long)
+}
+
+func (n *nftRules) calm() { n.Suffer(0, 0) }
+
+func (n *nftRules) others(f plan.Family) string { return n.Others(f, names.NFTables) }
+
+func (n *nftRules) differs(f plan.Family, p *plan.Plan) string {
+	still := n.Still().Start()
+	o := renderedNFTables(n.world.cfg)
+	o.TCPLiberal = conntrack.TCPLiberal()
+	have, err := nftables.Read(&nftables.Sockets{Open: still.Open}, f, o)
+	if err != nil {
+		return err.Error()
+	}
+	for _, h := range nftables.Diff(f, have, nftables.Planned(p, f, o, have)) {
+		return fmt.Sprintf("%s %s has %q, want %q", f, h.Object, h.Have, h.Want)
+	}
+	return ""
+}
+
+func (n *nftRules) packets(f plan.Family) (*packetsim.Machine, error) {
+	list, err := n.Chains(f, names.NFTables)
+	if err != nil {
+		return nil, err
+	}
+	var chains []nft.Chain
+	for _, c := range list {
+		chains = append(chains, c.Chain)
+	}
+	elements, err := n.Elements(f, names.NFTables)
+	return nftables.MachineOf(f, chains, elements), err
+}
+
+// toNFT are what others do to tables of nftables.
+var toNFT = []happening{
+	{"others-flush-chain", 2, onNFTChain(func(b *nft.Batch, c nfttest.Chain, _ *rand.Rand) string {
+		b.FlushChain(c.Name)
+		return ""
+	})},
+	{"others-delete-rule", 2, onNFTChain(func(b *nft.Batch, c nfttest.Chain, r *rand.Rand) string {
+		if len(c.Handles) == 0 {
+			return "is empty"
+		}
+		i := r.IntN(len(c.Handles))
+		b.DeleteRule(c.Name, c.Handles[i])
+		return fmt.Sprint("rule ", i)
+	})},
+	{"others-add-rule", 2, onNFTChain(func(b *nft.Batch, c nfttest.Chain, _ *rand.Rand) string {
+		return addRule(b, c.Name, &expr.Verdict{Kind: expr.VerdictReturn})
+	})},
+	{"others-delete-chain", 1, onNFTChain(func(b *nft.Batch, c nfttest.Chain, _ *rand.Rand) string {
+		b.DeleteChain(c.Name) // The kernel may refuse that.
+		return ""
+	})},
+	{"others-add-chain", 1, onNFTTable(func(w *world, b *nft.Batch, f plan.Family, r *rand.Rand) string {
+		c := nft.Chain{Name: fmt.Sprint("stolen-", r.IntN(3))}
+		if r.IntN(2) == 0 {
+			c.Hook = &nft.Hook{Type: "filter", Name: "forward", Priority: 1}
+		}
+		b.AddChain(c)
+		return c.Name + " " + addRule(b, c.Name, &expr.Verdict{Kind: expr.VerdictDrop})
+	})},
+	{"others-delete-elements", 3, onElements(func(b *nft.Batch, s nft.Set, list []nft.Element, r *rand.Rand) string {
+		r.Shuffle(len(list), func(i, j int) { list[i], list[j] = list[j], list[i] })
+		list = list[:min(1+r.IntN(20), len(list))]
+		b.DeleteElements(s, list)
+		return fmt.Sprint(len(list))
+	})},
+	{"others-flush-set", 1, onElements(func(b *nft.Batch, s nft.Set, list []nft.Element, _ *rand.Rand) string {
+		b.DeleteElements(s, list)
+		return fmt.Sprint(len(list))
+	})},
+	{"others-change-element", 2, onElements(func(b *nft.Batch, s nft.Set, list []nft.Element, r *rand.Rand) string {
+		i, j := r.IntN(len(list)), r.IntN(len(list))
+		to := list[j]
+		to.Key = list[i].Key
+		b.DeleteElements(s, list[i:i+1])
+		b.AddElements(s, []nft.Element{to})
+		return fmt.Sprintf("%x", to.Key)
+	})},
+	{"others-add-element", 2, onElements(func(b *nft.Batch, s nft.Set, list []nft.Element, r *rand.Rand) string {
+		el := list[r.IntN(len(list))]
+		if key := []byte(el.Key); r.IntN(4) == 0 {
+			el.Key = ""
+		} else if key[0] ^= byte(1 + r.IntN(255)); s.Name != names.NFTServices { // Else it is a Service at which nobody looks.
+			el.Key = string(key)
+		}
+		b.AddElements(s, []nft.Element{el})
+		return fmt.Sprintf("%x", el.Key)
+	})},
+	{"others-delete-table", 1, onNFTTable(func(_ *world, b *nft.Batch, _ plan.Family, _ *rand.Rand) string {
+		b.DeleteTable()
+		return ""
+	})},
+	{"others-write-own", 2, func(w *world, r *rand.Rand) string {
+		f := plan.Families[r.IntN(2)]
+		b := nft.NewBatch(f, fmt.Sprint("others-", r.IntN(3)))
+		b.AddTable()
+		b.AddChain(nft.Chain{Name: names.NFTServices})
+		return f.String() + addRule(b, names.NFTServices, &expr.Verdict{Kind: expr.VerdictReturn}) + w.commit(b)
+	}},
+}
+
+// addRule adds a rule of others to a chain.
+func addRule(b *nft.Batch, chain string, e expr.Any) string {
+	c := nft.Chain{Name: chain, Rules: []nft.Rule{{Text: "theirs", Exprs: []expr.Any{e}}}}
+	if err := b.AddRules(c); err != nil {
+		panic(err)
+	}
+	return ""
+}
+
+// commit carries out a transaction of others.
+func (w *world) commit(b *nft.Batch) string {
+	if err := w.rules.(*nftRules).program.Commit(b); err != nil {
+		return " refused: " + err.Error()
+	}
+	return ""
+}
+
+// onNFTTable returns what others do to the table of a family.
+func onNFTTable(do func(w *world, b *nft.Batch, f plan.Family, r *rand.Rand) string) func(*world, *rand.Rand) string {
+	return func(w *world, r *rand.Rand) string {
+		f := plan.Families[r.IntN(2)]
+		b := nft.NewBatch(f, names.NFTables)
+		words := do(w, b, f, r)
+		return fmt.Sprintf("%s %s%s", f, words, w.commit(b))
+	}
+}
+
+// onNFTChain returns what others do to a chain.
+func onNFTChain(do func(b *nft.Batch, c nfttest.Chain, r *rand.Rand) string) func(*world, *rand.Rand) string {
+	return onNFTTable(func(w *world, b *nft.Batch, f plan.Family, r *rand.Rand) string {
+		w.rules.Lock()
+		list, err := w.rules.(*nftRules).Chains(f, names.NFTables)
+		w.rules.Unlock()
+		if len(list) == 0 || err != nil {
+			return fmt.Sprint("has no chains ", err)
+		}
+		slices.SortFunc(list, func(a, b nfttest.Chain) int { return strings.Compare(a.Name, b.Name) })
+		c := list[r.IntN(len(list))]
+		return c.Name + " " + do(b, c, r)
+	})
+}
+
+// onElements returns what others do to the elements of a set, of which there are some.
+func onElements(do func(b *nft.Batch, s nft.Set, list []nft.Element, r *rand.Rand) string) func(*world, *rand.Rand) string {
+	return onNFTTable(func(w *world, b *nft.Batch, f plan.Family, r *rand.Rand) string {
+		w.rules.Lock()
+		sets, err := w.rules.(*nftRules).Elements(f, names.NFTables)
+		w.rules.Unlock()
+		maps.DeleteFunc(sets, func(_ string, list []nft.Element) bool { return len(list) == 0 })
+		if len(sets) == 0 || err != nil {
+			return fmt.Sprint("has no elements ", err)
+		}
+		name := slices.Sorted(maps.Keys(sets))[r.IntN(len(sets))]
+		return name + " " + do(b, nft.Set{Name: name}, sets[name], r)
+	})
+}
