@@ -14,7 +14,7 @@ export GIT_CONFIG_VALUE_0 := $(CURDIR)
 export PATH := $(PATH):/usr/local/sbin:/usr/sbin:/sbin
 
 .DELETE_ON_ERROR:
-.PHONY: all build deps demo-deps docs man controlplane kubelet kernel guest deploytools neighbours unit integration prove race e2e test test-all test-hostile test-fresh lint bench bench-api bench-ask bench-disturbed bench-iptables bench-ipvs bench-nftables demo image release release-test versions \
+.PHONY: all build deps demo-deps docs man controlplane kubelet kernel guest deploytools neighbours unit integration prove prove-mutations race e2e test test-all test-hostile test-fresh lint bench bench-api bench-ask bench-disturbed bench-iptables bench-ipvs bench-nftables demo image release release-test versions \
 	fuzz soak clean tier-1 tier-2
 
 all: build
@@ -216,6 +216,11 @@ PROVE ?= 100000
 SEED  ?= 0
 prove: deps
 	NODEPROXY_SCHEDULES=$(PROVE) NODEPROXY_SCHEDULE=$(SEED) GOMAXPROCS=1 go test -count=1 -timeout 0 -v -run '^TestProve$$' ./cmd/nodeproxy
+
+# Faults planted in the daemon, each of which prove has to find (hack/mutations/mutations.txt). MUTATION is a regular expression for names.
+MUTATION ?=
+prove-mutations: deps
+	go run ./hack/mutations -schedules 10000 -only '$(MUTATION)'
 
 # Benchmarks of single functions.
 bench: deps
