@@ -157,6 +157,15 @@ var happenings = []happening{
 		}
 		return strings.Join(words, ", ")
 	}},
+	{"api-all-restart", 3, func(w *world, r *rand.Rand) string { // and their caches, which are full of watches then, send slowly
+		w.cluster.Lock()
+		defer w.cluster.Unlock()
+		for _, s := range w.cluster.Servers {
+			w.cluster.Restart(s)
+		}
+		w.pace = time.Duration(r.Int64N(int64(300 * time.Millisecond)))
+		return w.pace.String()
+	}},
 }
 
 // stolen is the prefix of chains that others have made of ours.
@@ -371,11 +380,13 @@ func (w *world) probes(f plan.Family) func(yield func(probe) bool) {
 	return func(yield func(probe) bool) {
 		for i := range services {
 			for p := range portNames {
-				for kind, to := range frontends(i, p, f)[:3] {
-					if w.ever[to] == nil {
-						continue
-					}
-					if !yield(probe{pod, "veth1", to}) || !yield(probe{node, "", to}) || kind > 0 && !yield(probe{outside, "eth0", to}) {
+				to := frontends(i, p, f)
+				if w.ever[to[0]] == nil {
+					continue
+				}
+				for _, q := range []probe{{pod, "veth1", to[0]}, {node, "", to[0]}, {node, "", to[1]}, {outside, "eth0", to[1]}, {pod, "veth1", to[2]},
+					{outside, "eth0", to[2]}} {
+					if !yield(q) {
 						return
 					}
 				}

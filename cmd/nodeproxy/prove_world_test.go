@@ -252,6 +252,9 @@ func (w *world) delivered(by *xtablestest.Process, b source.Batch) {
 
 // look holds what the nodeproxy says to what the tables hold, which are locked.
 func (w *world) look() {
+	if d := w.front.daemon.Load(); d != nil && !w.troubled && d.monitor.node.OldestChange() > repairTime {
+		w.fail("a change has waited for %v, and nothing is wrong", d.monitor.node.OldestChange())
+	}
 	if !w.idle() || !w.known.Synced() || len(w.daemon.refusals.list()) > 0 {
 		return
 	}
@@ -276,7 +279,7 @@ func (w *world) look() {
 			if action == plan.Forward {
 				w.steady[q] = true
 			}
-			if action != plan.Pass && !w.troubled {
+			if action != plan.Pass {
 				w.heeded[q] = true
 			}
 		}
@@ -405,7 +408,7 @@ func (w *world) send(q probe, rules *packetsim.Machine) {
 			w.fail("packet %s gets to %s, which has never been an endpoint", q.packet(), o.Dst)
 		case w.steady[q] && (!o.DNAT || o.Action != packetsim.Accept):
 			w.fail("packet %s: %s, though there has been an endpoint all the time\n%s", q.packet(), o, strings.Join(o.Rules(), "\n"))
-		case w.heeded[q] && !o.DNAT && o.Action == packetsim.Accept:
+		case w.heeded[q] && !w.troubled && !o.DNAT && o.Action == packetsim.Accept:
 			w.fail("packet %s is neither sent to an endpoint nor refused\n%s", q.packet(), strings.Join(o.Rules(), "\n"))
 		}
 	}

@@ -55,9 +55,9 @@ func TestRead(t *testing.T) {
 		schedules int
 		by        string
 	}{
-		"    a_test.go:1: schedule 0\n    a_test.go:1: schedule 1\nok\n":                                       {2, ""},
-		"    a_test.go:1: schedule 0\n    a_test.go:1: schedule 0 fails: after 1.5s: a | b\n    again\n":       {1, `a \| b`},
-		"    a_test.go:1: schedule 0\npanic: deadlock: all goroutines are blocked [recovered]\npanic: again\n": {1, "the test ends: deadlock: all goroutines are blocked [recovered]"},
+		"    a_test.go:1: schedule 0\n    a_test.go:1: schedule 1\nok\n":                                 {2, ""},
+		"    a_test.go:1: schedule 0\n    a_test.go:1: schedule 0 fails: after 1.5s: a | b\n    again\n": {1, `a \| b`},
+		"    a_test.go:1: schedule 0\npanic: deadlock: all are blocked [recovered]\npanic: again\n":      {1, "the test ends: deadlock: all are blocked [recovered]"},
 	} {
 		if schedules, by := read(bufio.NewScanner(strings.NewReader(text))); schedules != want.schedules || by != want.by {
 			t.Errorf("%q: %d, %q", text, schedules, by)
