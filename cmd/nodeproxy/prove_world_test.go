@@ -190,7 +190,7 @@ func (w *world) stop() {
 func (w *world) kill(all bool) {
 	w.process.Kill(all)
 	w.daemon.cancel()
-	<-w.ended
+	_ = <-w.ended // with whatever: it is dead
 }
 
 // observed is a source of which see gets each batch before the sink does.
