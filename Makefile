@@ -14,7 +14,7 @@ export GIT_CONFIG_VALUE_0 := $(CURDIR)
 export PATH := $(PATH):/usr/local/sbin:/usr/sbin:/sbin
 
 .DELETE_ON_ERROR:
-.PHONY: all build deps demo-deps docs man controlplane kubelet kernel guest deploytools neighbours unit integration prove race e2e test test-all test-hostile test-fresh lint bench bench-api bench-ask bench-disturbed bench-iptables bench-ipvs bench-nftables demo image release release-test versions \
+.PHONY: all build deps demo-deps docs man controlplane kubelet kernel guest deploytools neighbours unit integration prove prove-mutations race e2e test test-all test-hostile test-fresh lint bench bench-api bench-ask bench-disturbed bench-iptables bench-ipvs bench-nftables demo image release release-test versions \
 	fuzz soak clean tier-1 tier-2
 
 all: build
@@ -221,6 +221,11 @@ prove: deps
 	go test -c -tags deterministic -overlay="$$(hack/deterministic .cache/deterministic)" -o bin/prove ./cmd/nodeproxy
 	cd cmd/nodeproxy && NODEPROXY_MODE=$(if $(filter-out file,$(origin MODE)),$(MODE)) NODEPROXY_SCHEDULES=$(PROVE) NODEPROXY_SCHEDULE=$(SEED) \
 		GOMAXPROCS=1 $(CURDIR)/bin/prove -test.timeout 0 -test.v -test.run '^TestProve(Again)?$$'
+
+# Faults planted in the daemon, each of which prove has to find (hack/mutations/mutations.txt). MUTATION is a regular expression for names.
+MUTATION ?=
+prove-mutations: deps
+	go run ./hack/mutations -schedules 10000 -only '$(MUTATION)'
 
 # Benchmarks of single functions.
 bench: deps

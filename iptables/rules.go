@@ -240,13 +240,18 @@ func (r *rules) common() []xtables.Chain {
 //
 // Where a ServicePort loses its last endpoint, the filter rule that refuses its traffic comes before the nat rules go,
 // and where it gets its first one, it goes after they came: there is no moment at which traffic is neither sent on nor
-// refused, and left to travel to wherever the route for an address leads that no host has.
+// refused, and left to travel to wherever the route for an address leads that no host has. A frontend that passes from a ServicePort of
+// the latter to another one does so in one step.
 func (r *rules) update(p *plan.Plan, changed plan.Keys) [][]xtables.Change {
 	var gaining, others []*transition
+	given := map[natEntry]bool{}
 	for _, k := range changed.Sorted(r.family) {
 		t := r.transition(r.services.Get(k), p.Services[k])
 		if t.losesFilter && !t.getsFilter {
 			gaining = append(gaining, t)
+			for e := range t.old.nat() {
+				given[e] = true
+			}
 		} else {
 			others = append(others, t)
 		}
@@ -257,6 +262,17 @@ func (r *rules) update(p *plan.Plan, changed plan.Keys) [][]xtables.Change {
 		} else {
 			r.services.Delete(k)
 		}
+	}
+	if len(given) > 0 {
+		others = slices.DeleteFunc(others, func(t *transition) bool {
+			for e := range t.new.nat() {
+				if given[e] {
+					gaining = append(gaining, t)
+					return true
+				}
+			}
+			return false
+		})
 	}
 	return [][]xtables.Change{
 		r.step(names.NAT, gaining),
@@ -269,6 +285,23 @@ func (r *rules) update(p *plan.Plan, changed plan.Keys) [][]xtables.Change {
 type transition struct {
 	old, new                fragment
 	losesFilter, getsFilter bool
+}
+
+// natEntry is the place of an entry in table nat.
+type natEntry struct {
+	dispatcherID
+	key
+}
+
+// nat are the places of a fragment's entries in table nat.
+func (f fragment) nat() iter.Seq[natEntry] {
+	return func(yield func(natEntry) bool) {
+		for _, e := range f.entries {
+			if places[e.dispatcher].table == names.NAT && !yield(natEntry{e.dispatcher, e.key}) {
+				return
+			}
+		}
+	}
 }
 
 func (r *rules) transition(before, after *plan.ServicePort) *transition {

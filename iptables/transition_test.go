@@ -86,6 +86,47 @@ func TestTransitions(t *testing.T) {
 	}
 }
 
+// TestFrontendPasses: an external IP that passes from a ServicePort of which traffic is refused in part to another one always leads to either.
+func TestFrontendPasses(t *testing.T) {
+	t.Parallel()
+	external := plan.Frontend{Kind: plan.ExternalIP, Addr: netip.MustParseAddr("203.0.113.10"), Protocol: plan.TCP, Port: 80}
+	planOf := func(owner int) *plan.Plan {
+		p := plantest.Large(0, 0)
+		for i := range 2 {
+			sp := plantest.LargeService(i, 3*i, 3)
+			if i == owner {
+				sp.Frontends = append(sp.Frontends, external)
+			}
+			if i == 0 {
+				sp.ExternalPolicy = plan.Local // without an endpoint here
+			}
+			p.Set(sp)
+		}
+		return p
+	}
+	e, k := fakeEngine(plan.IPv4)
+	before, after := planOf(0), planOf(1)
+	program(t, e, before, plan.Everything())
+	states := 0
+	k.Changed = func() {
+		states++
+		rules, err := restore.Parse(plan.IPv4, saved(k))
+		require.NoError(t, err)
+		pkt := plan.Packet{Src: netip.MustParseAddr("192.0.2.1"), SrcLocal: true, Output: true, Dst: external.Addr, Protocol: plan.TCP, DstPort: 80}
+		outcomes, err := rules.Trace(pkt, packetsim.Node{Local: func(a netip.Addr) bool { return a == pkt.Src }})
+		require.NoError(t, err)
+		for _, o := range outcomes {
+			if !o.DNAT {
+				t.Errorf("after %d changes: %s gets to %s", states, pkt, o)
+			}
+		}
+	}
+	program(t, e, after, plan.Only(plantest.Differing(before, after)))
+	if states < 2 {
+		t.Errorf("all was written in %d steps", states)
+	}
+}
+
 // TestInternalPolicyOfMany: while a comparison of everything changes the internal policy of more ServicePorts than are written at once,
 // what comes from outside is masqueraded all the while, whichever the policy was.
 func TestInternalPolicyOfMany(t *testing.T) {

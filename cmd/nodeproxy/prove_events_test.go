@@ -89,6 +89,23 @@ var (
 			w.start()
 			return "for " + long.String()
 		}},
+		{"change-all-slices", 2, func(w *world, r *rand.Rand) string {
+			for i := range services {
+				for k := range slicesOf {
+					w.changeSliceNamed(fmt.Sprintf("s%d-%d", i, k), r)
+				}
+			}
+			return ""
+		}},
+		{"api-all-restart", 3, func(w *world, r *rand.Rand) string { // and their caches, which are full of watches then, send slowly
+			w.cluster.Lock()
+			defer w.cluster.Unlock()
+			for _, s := range w.cluster.Servers {
+				w.cluster.Restart(s)
+			}
+			w.pace = time.Duration(r.Int64N(int64(300 * time.Millisecond)))
+			return w.pace.String()
+		}},
 	}
 )
 
@@ -137,6 +154,22 @@ func externalIP(service int, f plan.Family) netip.Addr {
 	return address(f, "203.0.113.%d", "2001:db8:113::%x", 10+service)
 }
 
+func nodeAddress(f plan.Family) netip.Addr { return address(f, "192.0.2.%d", "2001:db8::%x", 11) }
+
+// fromPods reports whether an address is one of pods.
+func fromPods(a netip.Addr) bool {
+	return netip.MustParsePrefix("10.244.0.0/16").Contains(a) || netip.MustParsePrefix("fd44::/32").Contains(a)
+}
+
+// frontends are where a port of a Service may be reached.
+func frontends(service, port int, f plan.Family) []netip.AddrPort {
+	number := uint16(80 + port)
+	return []netip.AddrPort{netip.AddrPortFrom(clusterIP(service, f), number), netip.AddrPortFrom(nodeAddress(f), nodePort(service, port)),
+		netip.AddrPortFrom(externalIP(service, f), number), netip.AddrPortFrom(externalIP((service+1)%services, f), number)}
+}
+
+func nodePort(service, port int) uint16 { return uint16(30000 + 10*service + port) }
+
 func address(f plan.Family, four, six string, n int) netip.Addr {
 	if f == plan.IPv4 {
 		return netip.MustParseAddr(fmt.Sprintf(four, n))
@@ -165,7 +198,7 @@ func (w *world) changeService(r *rand.Rand) string {
 	for p, name := range portNames[:1+r.IntN(2)] {
 		port := v1.ServicePort{Name: name, Port: int32(80 + p), Protocol: v1.ProtocolTCP, TargetPort: intstr.FromInt(8080)}
 		if s.Spec.Type != v1.ServiceTypeClusterIP {
-			port.NodePort = int32(30000 + 10*i + p)
+			port.NodePort = int32(nodePort(i, p))
 		}
 		s.Spec.Ports = append(s.Spec.Ports, port)
 	}
@@ -175,6 +208,11 @@ func (w *world) changeService(r *rand.Rand) string {
 		s.Spec.SessionAffinity = v1.ServiceAffinityClientIP
 		s.Spec.SessionAffinityConfig = &v1.SessionAffinityConfig{ClientIP: &v1.ClientIPConfig{TimeoutSeconds: ptr.To[int32](10800)}}
 	}
+	if r.IntN(4) == 0 { // It asks for an address of another one, too.
+		for _, f := range families {
+			s.Spec.ExternalIPs = append(s.Spec.ExternalIPs, externalIP((i+1)%services, familyOf[f]).String())
+		}
+	}
 	w.put("services", s)
 	return fmt.Sprintf("%s %s %v ports %d external IPs %v internal %s external %s affinity %s", s.Name, s.Spec.Type, families, len(s.Spec.Ports),
 		s.Spec.ExternalIPs, *s.Spec.InternalTrafficPolicy, s.Spec.ExternalTrafficPolicy, s.Spec.SessionAffinity)
@@ -182,8 +220,9 @@ func (w *world) changeService(r *rand.Rand) string {
 
 func sliceName(r *rand.Rand) string { return fmt.Sprintf("s%d-%d", r.IntN(services), r.IntN(slicesOf)) }
 
-func (w *world) changeSlice(r *rand.Rand) string {
-	name := sliceName(r)
+func (w *world) changeSlice(r *rand.Rand) string { return w.changeSliceNamed(sliceName(r), r) }
+
+func (w *world) changeSliceNamed(name string, r *rand.Rand) string {
 	i, k := int(name[1]-'0'), int(name[3]-'0')
 	f := plan.Families[(i+k)%2]
 	s := &discovery.EndpointSlice{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: name, Labels: map[string]string{discovery.LabelServiceName: name[:2]}},
@@ -208,8 +247,7 @@ func (w *world) changeSlice(r *rand.Rand) string {
 	for _, p := range s.Ports {
 		for _, e := range s.Endpoints {
 			to := netip.AddrPortFrom(netip.MustParseAddr(e.Addresses[0]), uint16(*p.Port))
-			for _, front := range []netip.Addr{clusterIP(i, f), externalIP(i, f)} {
-				at := netip.AddrPortFrom(front, uint16(80+slices.Index(portNames, *p.Name)))
+			for _, at := range frontends(i, slices.Index(portNames, *p.Name), f) {
 				if w.ever[at] == nil {
 					w.ever[at] = map[netip.AddrPort]bool{}
 				}
@@ -219,13 +257,14 @@ func (w *world) changeSlice(r *rand.Rand) string {
 	}
 	w.rules.Unlock()
 	w.put("endpointslices", s)
-	return fmt.Sprintf("%s ports %d: %s", name, len(s.Ports), strings.Join(words, ", "))
+	return fmt.Sprintf("%s of s%d ports %d: %s", name, i, len(s.Ports), strings.Join(words, ", "))
 }
 
 func (w *world) changeNode(r *rand.Rand) string {
 	zone := []string{"x", "y"}[r.IntN(2)]
 	w.put("nodes", &v1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n1", Labels: map[string]string{v1.LabelTopologyZone: zone}},
-		Status: v1.NodeStatus{Addresses: []v1.NodeAddress{{Type: v1.NodeInternalIP, Address: "192.0.2.11"}}}})
+		Status: v1.NodeStatus{Addresses: []v1.NodeAddress{
+			{Type: v1.NodeInternalIP, Address: nodeAddress(plan.IPv4).String()}, {Type: v1.NodeInternalIP, Address: nodeAddress(plan.IPv6).String()}}}})
 	return "zone " + zone
 }
 
@@ -244,16 +283,19 @@ func (w *world) remove(resource, name string) string {
 
 // probes returns packets of a family to Services.
 func (w *world) probes(f plan.Family) func(yield func(probe) bool) {
-	pod, outside, node := address(f, "10.244.1.%d", "fd44::1:%x", 200), address(f, "198.51.100.%d", "2001:db8:51::%x", 7), address(f, "192.0.2.%d", "2001:db8::%x", 11)
+	pod, outside, node := address(f, "10.244.1.%d", "fd44::1:%x", 200), address(f, "198.51.100.%d", "2001:db8:51::%x", 7), nodeAddress(f)
 	return func(yield func(probe) bool) {
 		for i := range services {
 			for p := range portNames {
-				to := netip.AddrPortFrom(clusterIP(i, f), uint16(80+p))
-				if w.ever[to] == nil {
+				to := frontends(i, p, f)
+				if w.ever[to[0]] == nil {
 					continue
 				}
-				if !yield(probe{pod, "veth1", to}) || !yield(probe{node, "", to}) || !yield(probe{outside, "eth0", netip.AddrPortFrom(externalIP(i, f), to.Port())}) {
-					return
+				for _, q := range []probe{{pod, "veth1", to[0]}, {node, "", to[0]}, {node, "", to[1]}, {outside, "eth0", to[1]}, {pod, "veth1", to[2]},
+					{outside, "eth0", to[2]}} {
+					if !yield(q) {
+						return
+					}
 				}
 			}
 		}

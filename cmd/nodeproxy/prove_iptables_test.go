@@ -117,6 +117,9 @@ func (x *xtablesRules) others(f plan.Family) string {
 	return out.String()
 }
 
+// stolen is the prefix of chains that others have made of ours.
+const stolen = "STOLEN-"
+
 // toXtables are what others do to rules of iptables.
 var toXtables = []happening{
 	{"others-flush-chain", 2, onChain(func(t xtables.Content, chain string, _ *rand.Rand) { t[chain] = nil })},
@@ -130,7 +133,7 @@ var toXtables = []happening{
 		t[chain] = slices.Concat([]string{"-m mark --mark 0x77/0x77 -j RETURN"}, t[chain])
 	})},
 	{"others-rename-chain", 1, onChain(func(t xtables.Content, chain string, r *rand.Rand) {
-		to := fmt.Sprint("STOLEN-", r.IntN(1e6))
+		to := fmt.Sprint(stolen, r.IntN(1e6))
 		t[to] = t[chain]
 		delete(t, chain)
 		for name, rules := range t {
@@ -167,6 +170,15 @@ var toXtables = []happening{
 		}
 		return name
 	})},
+	{"others-go-on", 2, func(w *world, r *rand.Rand) string {
+		flush := onChain(func(t xtables.Content, chain string, _ *rand.Rand) { t[chain] = nil })
+		var words []string
+		for range 2 + r.IntN(8) {
+			words = append(words, flush(w, r))
+			time.Sleep(time.Duration(r.Int64N(int64(100 * time.Millisecond)))) // in simulated time
+		}
+		return strings.Join(words, ", ")
+	}},
 }
 
 // inTable returns what others do in a table.

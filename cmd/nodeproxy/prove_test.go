@@ -171,18 +171,26 @@ func number(t *testing.T, variable string, otherwise uint64) uint64 {
 // TestProve: whatever happens to the API server, to the tables and to this program, the tables hold in the end what the objects ask for. No
 // packet gets to an address that has never been an endpoint, whoever had one throughout is never without, nothing of others' changes, and
 // what the program says of itself is true. NODEPROXY_SCHEDULES says how many schedules there are to be, NODEPROXY_SCHEDULE which is the
-// first, and NODEPROXY_MODE in which mode all of them are.
+// first, and NODEPROXY_MODE in which mode all of them are. With NODEPROXY_SHRINK=no, one that fails is not shrunk, and the log has each that
+// begins: what another program reads.
 func TestProve(t *testing.T) {
 	first, n := number(t, "NODEPROXY_SCHEDULE", 0), number(t, "NODEPROXY_SCHEDULES", 30)
+	asItIs := os.Getenv("NODEPROXY_SHRINK") == "no"
 	began, happened := time.Now(), map[string]int{}
 	for seed := first; seed < first+n; seed++ {
 		s := drawSchedule(seed)
+		if asItIs {
+			t.Logf("schedule %d", seed)
+		}
 		failure, _, _ := s.run(t)
 		for _, e := range s.events {
 			happened[happeningsIn(s.mode)[e.what].name]++
 		}
 		if failure != "" {
-			t.Logf("schedule %d fails, and is shrunk: %s", seed, failure)
+			t.Logf("schedule %d fails: %s", seed, failure)
+			if asItIs {
+				t.FailNow()
+			}
 			s = s.shrink(t)
 			failure, story, _ := s.run(t)
 			t.Fatalf("%s\n%s\nafter %d schedules", failure, s.text(story), seed-first+1)

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"hash"
@@ -9,6 +10,7 @@ import (
 	"math/rand/v2"
 	"net/netip"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -61,6 +63,14 @@ type world struct {
 	known  *proxier.State
 	last   time.Time // when the last batch was delivered
 	steady map[probe]bool
+	// heeded are the packets that the rules say something of since the node was idle, whatever endpoints there are: where nothing else
+	// than these has changed meanwhile, and nothing is wrong.
+	heeded map[probe]bool
+	// first are the objects that no API server lacked when the nodeproxy started, as of a version, and got what it has got. versions
+	// are those of what has come, by kind and name.
+	first, got   source.Batch
+	firstVersion int
+	versions     map[string]int
 	// disturbed are families whose tables may not be as the daemon has left them, since that time.
 	disturbed map[plan.Family]time.Time
 	// ever are the endpoints that Services have had, by frontend address and port, and foreign the tables as others have left them.
@@ -104,14 +114,17 @@ type probe struct {
 }
 
 func (p probe) packet() plan.Packet {
-	out := plan.Packet{Src: p.from, Dst: p.to.Addr(), DstPort: p.to.Port(), Protocol: plan.TCP, Output: p.in == "", InInterface: p.in,
-		SrcLocal: p.in == ""}
-	return out
+	return plan.Packet{Src: p.from, Dst: p.to.Addr(), DstPort: p.to.Port(), Protocol: plan.TCP, Output: p.in == "", InInterface: p.in,
+		SrcLocal: p.in == "", DstLocal: thisNode.Local(p.to.Addr())}
 }
+
+// thisNode has the addresses of the node.
+var thisNode = packetsim.Node{Local: func(a netip.Addr) bool { return a == nodeAddress(plan.FamilyOf(a)) }}
 
 func newWorld(t *testing.T, seed uint64, mode string) *world {
 	random := rand.New(rand.NewPCG(seed, 1))
 	w := &world{seed: seed, cluster: apiservertest.NewCluster(random, 1+random.IntN(3)), began: time.Now(), steady: map[probe]bool{},
+		heeded:    map[probe]bool{},
 		disturbed: map[plan.Family]time.Time{}, ever: map[netip.AddrPort]map[netip.AddrPort]bool{}, foreign: map[plan.Family]string{}, trace: fnv.New64a()}
 	w.cluster.Travel = func(r apiservertest.Request) time.Duration {
 		return w.draw("travel "+r.Verb+r.Resource, 30*time.Millisecond)
@@ -161,10 +174,16 @@ func (w *world) start() {
 	}
 	w.rules.Lock()
 	w.daemon, w.front, w.process, w.ended, w.known = d, newFront(), p, make(chan error, 1), w.emptyState()
+	w.first, w.firstVersion = w.oldest()
+	w.got, w.versions = batchOf(&apiservertest.Cluster{}, 0), map[string]int{}
+	clear(w.heeded)
 	w.rules.Unlock()
 	d.objects = observed{d.objects, func(b source.Batch) { w.delivered(p, b) }}
 	d.begin()
-	go func() { w.ended <- d.run(&claim{process: d.ctx, acquired: true}, w.front) }()
+	go func() {
+		time.Sleep(w.draw("claim", 200*time.Millisecond)) // in simulated time: objects come meanwhile
+		w.ended <- d.run(&claim{process: d.ctx, acquired: true}, w.front)
+	}()
 }
 
 func (w *world) emptyState() *proxier.State {
@@ -186,7 +205,7 @@ func (w *world) stop() {
 func (w *world) kill(all bool) {
 	w.process.Kill(all)
 	w.daemon.cancel()
-	<-w.ended
+	_ = <-w.ended // with whatever: it is dead
 }
 
 // observed is a source of which see gets each batch before the sink does.
@@ -226,6 +245,7 @@ func (w *world) delivered(by ruleWriter, b source.Batch) {
 	w.last = time.Now()
 	before := w.known.Synced()
 	w.known.Apply(b)
+	w.get(b)
 	if !w.known.Synced() {
 		return
 	}
@@ -238,17 +258,24 @@ func (w *world) delivered(by ruleWriter, b source.Batch) {
 	}
 	if !before {
 		w.note("synced")
+		w.lacksNothing()
+	}
+	if len(b.Services)+len(b.Nodes) > 0 {
+		clear(w.heeded)
 	}
 }
 
 // look holds what the nodeproxy says to what the tables hold, which are locked.
 func (w *world) look() {
+	if d := w.front.daemon.Load(); d != nil && !w.troubled && d.monitor.node.OldestChange() > repairTime {
+		w.fail("a change has waited for %v, and nothing is wrong", d.monitor.node.OldestChange())
+	}
 	if !w.idle() || !w.known.Synced() || len(w.daemon.refusals.list()) > 0 {
 		return
 	}
 	p, _ := w.known.Update()
 	verdicts := plan.NewEvaluator(p)
-	w.steady = map[probe]bool{}
+	w.steady, w.heeded = map[probe]bool{}, map[probe]bool{}
 	for _, f := range plan.Families {
 		since, disturbed := w.disturbed[f]
 		limit := repairTime
@@ -263,8 +290,12 @@ func (w *world) look() {
 		}
 		delete(w.disturbed, f)
 		for q := range w.probes(f) {
-			if verdicts.Verdict(q.packet()).Action == plan.Forward {
+			action := verdicts.Verdict(q.packet()).Action
+			if action == plan.Forward {
 				w.steady[q] = true
+			}
+			if action != plan.Pass {
+				w.heeded[q] = true
 			}
 		}
 	}
@@ -273,6 +304,7 @@ func (w *world) look() {
 // disturb notes that the tables of a family may not be as the daemon has left them.
 func (w *world) disturb(f plan.Family) {
 	w.disturbed[f] = time.Now()
+	clear(w.heeded)
 	for q := range w.steady {
 		if q.to.Addr().Is4() == (f == plan.IPv4) {
 			delete(w.steady, q)
@@ -306,7 +338,7 @@ func (w *world) changed(f plan.Family, by ruleWriter, input string) {
 
 // send sends a packet.
 func (w *world) send(q probe, rules *packetsim.Machine) {
-	outcomes, err := rules.Trace(q.packet(), packetsim.Node{Local: func(netip.Addr) bool { return false }})
+	outcomes, err := rules.Trace(q.packet(), thisNode)
 	if err != nil {
 		w.fail("packet %s: %v", q.packet(), err)
 		return
@@ -317,6 +349,8 @@ func (w *world) send(q probe, rules *packetsim.Machine) {
 			w.fail("packet %s gets to %s, which has never been an endpoint", q.packet(), o.Dst)
 		case w.steady[q] && (!o.DNAT || o.Action != packetsim.Accept):
 			w.fail("packet %s: %s, though there has been an endpoint all the time\n%s", q.packet(), o, strings.Join(o.Rules(), "\n"))
+		case w.heeded[q] && !w.troubled && !o.DNAT && o.Action == packetsim.Accept:
+			w.fail("packet %s is neither sent to an endpoint nor refused\n%s", q.packet(), strings.Join(o.Rules(), "\n"))
 		}
 	}
 }
@@ -337,8 +371,9 @@ func (w *world) end() {
 	synctest.Wait()
 	s := w.emptyState()
 	w.cluster.Lock()
-	s.Apply(batchOf(w.cluster))
+	all := batchOf(w.cluster, w.cluster.Version)
 	w.cluster.Unlock()
+	s.Apply(all)
 	p, _ := s.Update()
 	check := func(when string) {
 		w.rules.Lock()
@@ -347,7 +382,7 @@ func (w *world) end() {
 			return
 		}
 		for _, f := range plan.Families {
-			if why := w.rules.differs(f, p); why != "" {
+			if why := cmp.Or(w.rules.differs(f, p), w.agrees(f, model(all))); why != "" {
 				w.fail("%s: %s", when, why)
 			}
 			if now := w.rules.others(f); now != w.foreign[f] {
@@ -370,18 +405,80 @@ func (w *world) end() {
 	w.stop()
 }
 
-// batchOf returns all objects of a cluster, which is locked.
-func batchOf(c *apiservertest.Cluster) source.Batch {
+// batchOf returns all objects of a cluster as of a version. It is locked.
+func batchOf(c *apiservertest.Cluster, version int) source.Batch {
 	b := source.Batch{Synced: true, Services: map[types.NamespacedName]*v1.Service{}, Nodes: map[string]*v1.Node{},
 		EndpointSlices: map[types.NamespacedName]*discovery.EndpointSlice{}}
-	for name, o := range apiservertest.Objects(c.Log, "services", c.Version) {
+	for name, o := range apiservertest.Objects(c.Log, "services", version) {
 		b.Services[name] = o.Object.(*v1.Service)
 	}
-	for name, o := range apiservertest.Objects(c.Log, "endpointslices", c.Version) {
+	for name, o := range apiservertest.Objects(c.Log, "endpointslices", version) {
 		b.EndpointSlices[name] = o.Object.(*discovery.EndpointSlice)
 	}
-	for name, o := range apiservertest.Objects(c.Log, "nodes", c.Version) {
+	for name, o := range apiservertest.Objects(c.Log, "nodes", version) {
 		b.Nodes[name.Name] = o.Object.(*v1.Node)
 	}
 	return b
+}
+
+// oldest returns the objects as of the version that all API servers have seen.
+func (w *world) oldest() (b source.Batch, version int) {
+	w.cluster.Lock()
+	defer w.cluster.Unlock()
+	version = w.cluster.Version
+	for _, s := range w.cluster.Servers {
+		version = min(version, s.Seen)
+	}
+	return batchOf(w.cluster, version), version
+}
+
+// get notes what is delivered. No object may be older than it was, but where the API is back in time.
+func (w *world) get(b source.Batch) {
+	w.cluster.Lock()
+	isBack := w.cluster.Lost != nil
+	w.cluster.Unlock()
+	newer := func(o apiservertest.Object) {
+		version, _ := strconv.Atoi(o.GetResourceVersion())
+		name := fmt.Sprintf("%T %s", o, o.GetName())
+		if version < w.versions[name] && !isBack {
+			w.fail("%s of version %d is delivered after %d", name, version, w.versions[name])
+		}
+		w.versions[name] = version
+	}
+	for name, o := range b.Services {
+		if w.got.Services[name] = o; o != nil {
+			newer(o)
+		}
+	}
+	for name, o := range b.EndpointSlices {
+		if w.got.EndpointSlices[name] = o; o != nil {
+			newer(o)
+		}
+	}
+}
+
+// lacksNothing looks whether all objects have been delivered that were there when the nodeproxy started, and have not been gone since. What an
+// API that is back in time has nobody knows.
+func (w *world) lacksNothing() {
+	w.cluster.Lock()
+	defer w.cluster.Unlock()
+	if w.cluster.Lost != nil {
+		return
+	}
+	for _, o := range w.cluster.Log {
+		if o.Version > w.firstVersion {
+			delete(w.first.Services, o.Name)
+			delete(w.first.EndpointSlices, o.Name)
+		}
+	}
+	for name := range w.first.Services {
+		if w.got.Services[name] == nil {
+			w.fail("it says that all has been delivered, without Service %s", name)
+		}
+	}
+	for name := range w.first.EndpointSlices {
+		if w.got.EndpointSlices[name] == nil {
+			w.fail("it says that all has been delivered, without EndpointSlice %s", name)
+		}
+	}
 }
