@@ -382,7 +382,7 @@ func (s *fullSync) hasChain(k kind) bool {
 // leadingTo returns the writes that add cluster IPs. What the kernel has of them is wanted.
 func (s *fullSync) leadingTo(users map[netip.Addr]int) []write {
 	var lead []write
-	for a := range users {
+	for _, a := range slices.SortedFunc(maps.Keys(users), netip.Addr.Compare) {
 		i := id{set: clusterIPs, key: string(a.AsSlice())}
 		if _, is := s.have[i]; !is {
 			lead = append(lead, write{id: i, want: &value{}})

@@ -205,7 +205,7 @@ func (w *world) stop() {
 func (w *world) kill(all bool) {
 	w.process.Kill(all)
 	w.daemon.cancel()
-	_ = <-w.ended // with whatever: it is dead
+	w.note("dead, with an error: %t", <-w.ended != nil)
 }
 
 // observed is a source of which see gets each batch before the sink does.
@@ -338,6 +338,8 @@ func (w *world) changed(f plan.Family, by ruleWriter, input string) {
 
 // send sends a packet.
 func (w *world) send(q probe, rules *packetsim.Machine) {
+	_, disturbed := w.disturbed[plan.FamilyOf(q.to.Addr())]
+	misled := disturbed && w.cfg.Mode == "nftables" // Others may have changed to which endpoint an element leads.
 	outcomes, err := rules.Trace(q.packet(), thisNode)
 	if err != nil {
 		w.fail("packet %s: %v", q.packet(), err)
@@ -345,7 +347,7 @@ func (w *world) send(q probe, rules *packetsim.Machine) {
 	}
 	for _, o := range outcomes {
 		switch {
-		case o.DNAT && !w.ever[q.to][o.Dst]:
+		case o.DNAT && !w.ever[q.to][o.Dst] && !misled:
 			w.fail("packet %s gets to %s, which has never been an endpoint", q.packet(), o.Dst)
 		case w.steady[q] && (!o.DNAT || o.Action != packetsim.Accept):
 			w.fail("packet %s: %s, though there has been an endpoint all the time\n%s", q.packet(), o, strings.Join(o.Rules(), "\n"))
