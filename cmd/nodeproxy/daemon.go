@@ -16,12 +16,10 @@ import (
 
 	"nodeproxy/config"
 	"nodeproxy/inspect"
-	"nodeproxy/iptables"
 	"nodeproxy/kernel/conntrack"
 	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/metrics"
-	"nodeproxy/nftables"
 	"nodeproxy/node/flows"
 	"nodeproxy/node/health"
 	"nodeproxy/node/memory"
@@ -88,13 +86,13 @@ type machine struct {
 	api http.RoundTripper
 	// random is as in apiserver.Config.
 	random func(resource string, limit time.Duration) time.Duration
-	// tables or sockets, if not nil, are all there is besides the API server: nothing of this machine is looked at, listened at or set.
-	tables  *iptables.Tables
-	sockets *nftables.Sockets
+	// kernel takes the place of the kernel, in the type that the mode has for it; nil for the kernel itself. If it is not nil, it is all there is
+	// besides the API server: nothing of this machine is looked at, listened at or set.
+	kernel any
 }
 
 // real reports whether it is the machine that this process runs on.
-func (m machine) real() bool { return m.tables == nil && m.sockets == nil }
+func (m machine) real() bool { return m.kernel == nil }
 
 // newDaemon makes a daemon that stops when ctx ends. It writes nothing to the kernel, and reads no objects before begin.
 func newDaemon(ctx context.Context, m machine, cfg *config.Config, log *slog.Logger) (*daemon, error) {

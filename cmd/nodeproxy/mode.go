@@ -7,12 +7,10 @@ import (
 	"time"
 
 	"nodeproxy/config"
-	"nodeproxy/iptables"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/metrics"
-	"nodeproxy/nftables"
 	"nodeproxy/node/flows"
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
@@ -68,9 +66,8 @@ type modeConfig struct {
 	families []plan.Family // of the host
 	metrics  *metrics.Set
 	log      *slog.Logger
-	// tables and sockets are as in iptables.Config and nftables.Config.
-	tables  *iptables.Tables
-	sockets *nftables.Sockets
+	// kernel is as in machine.
+	kernel any
 	// warn reports a problem that is no error.
 	warn func(text string)
 	// compared, nativeRules and refused are as in the Config of a backend.
@@ -134,7 +131,7 @@ type removal struct {
 func (d *daemon) modeConfig() modeConfig {
 	report := d.warnAnd(d.keep(d.report))
 	return modeConfig{
-		Config: d.cfg, families: d.families, metrics: d.metrics, log: d.log, tables: d.machine.tables, sockets: d.machine.sockets,
+		Config: d.cfg, families: d.families, metrics: d.metrics, log: d.log, kernel: d.machine.kernel,
 		warn:     func(text string) { report(source.Finding{Severity: source.Problem, Detail: text}) },
 		compared: d.drift.compared, nativeRules: d.nativeRules, refused: d.refused,
 	}

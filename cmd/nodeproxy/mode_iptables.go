@@ -30,9 +30,10 @@ var iptablesMode = mode{
 }
 
 func (c modeConfig) iptables() iptables.Config {
+	tables, _ := c.kernel.(*iptables.Tables)
 	return iptables.Config{
 		Variant: variant(c.IPTablesBackend), Families: c.families, MasqueradeBit: c.MasqueradeBit, KeepCounters: c.ServiceMetrics > 0,
-		SysctlDir: c.SysctlDir, Observer: c.metrics, Compared: c.compared, NativeRules: c.nativeRules, Refused: c.refused, Tables: c.tables, Log: c.log,
+		SysctlDir: c.SysctlDir, Observer: c.metrics, Compared: c.compared, NativeRules: c.nativeRules, Refused: c.refused, Tables: tables, Log: c.log,
 	}
 }
 

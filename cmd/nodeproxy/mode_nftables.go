@@ -36,9 +36,10 @@ var nftablesMode = mode{
 }
 
 func (c modeConfig) nftables() nftables.Config {
+	sockets, _ := c.kernel.(*nftables.Sockets)
 	return nftables.Config{
 		Families: c.families, MasqueradeBit: c.MasqueradeBit, Count: c.ServiceMetrics > 0, Failed: c.metrics.NFTablesFailed, Compared: c.compared,
-		Warn: c.warn, Refused: c.refused, Clients: c.metrics.AffinityClients, Sockets: c.sockets, Log: c.log,
+		Warn: c.warn, Refused: c.refused, Clients: c.metrics.AffinityClients, Sockets: sockets, Log: c.log,
 	}
 }
 

@@ -38,7 +38,7 @@ func (x *xtablesRules) start() (ruleWriter, machine) {
 	for _, f := range plan.Families {
 		kernels[f] = p.Program(f)
 	}
-	return p, machine{tables: &iptables.Tables{Kernels: kernels, Watch: p, MaxNames: 20}}
+	return p, machine{kernel: &iptables.Tables{Kernels: kernels, Watch: p, MaxNames: 20}}
 }
 
 func (x *xtablesRules) suffer(r *rand.Rand) string {

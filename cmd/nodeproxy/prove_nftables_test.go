@@ -59,7 +59,7 @@ func (p nftProcess) Kill(bool) { p.Process.Kill() }
 
 func (n *nftRules) start() (ruleWriter, machine) {
 	p := n.Start()
-	return nftProcess{p}, machine{sockets: &nftables.Sockets{Open: p.Open, Subscribe: p.Subscribe}}
+	return nftProcess{p}, machine{kernel: &nftables.Sockets{Open: p.Open, Subscribe: p.Subscribe}}
 }
 
 func (n *nftRules) suffer(r *rand.Rand) string {
