@@ -245,13 +245,16 @@ func (r *rules) common() []xtables.Chain {
 func (r *rules) update(p *plan.Plan, changed plan.Keys) [][]xtables.Change {
 	var gaining, others []*transition
 	given := map[natEntry]bool{}
+	first := func(t *transition) {
+		gaining = append(gaining, t)
+		for e := range t.old.nat() {
+			given[e] = true
+		}
+	}
 	for _, k := range changed.Sorted(r.family) {
 		t := r.transition(r.services.Get(k), p.Services[k])
 		if t.losesFilter && !t.getsFilter {
-			gaining = append(gaining, t)
-			for e := range t.old.nat() {
-				given[e] = true
-			}
+			first(t)
 		} else {
 			others = append(others, t)
 		}
@@ -263,11 +266,13 @@ func (r *rules) update(p *plan.Plan, changed plan.Keys) [][]xtables.Change {
 			r.services.Delete(k)
 		}
 	}
-	if len(given) > 0 {
+	for more := len(given) > 0; more; { // Who takes one over may give another one to somebody else.
+		more = false
 		others = slices.DeleteFunc(others, func(t *transition) bool {
 			for e := range t.new.nat() {
 				if given[e] {
-					gaining = append(gaining, t)
+					first(t)
+					more = true
 					return true
 				}
 			}

@@ -288,7 +288,9 @@ func (w *world) look() {
 			}
 			continue
 		}
-		delete(w.disturbed, f)
+		if time.Since(since) > repairTime { // Until then, something may come into use that others have changed.
+			delete(w.disturbed, f)
+		}
 		for q := range w.probes(f) {
 			action := verdicts.Verdict(q.packet()).Action
 			if action == plan.Forward {
