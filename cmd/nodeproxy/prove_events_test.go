@@ -243,6 +243,10 @@ func (w *world) changeSliceNamed(name string, r *rand.Rand) string {
 		s.Endpoints = append(s.Endpoints, e)
 		words = append(words, fmt.Sprintf("%s ready %t terminating %t hints %t", a, ready, terminating, e.Hints != nil))
 	}
+	if r.IntN(8) == 0 { // It passes to another Service.
+		i = r.IntN(services)
+		s.Labels[discovery.LabelServiceName] = fmt.Sprint("s", i)
+	}
 	w.rules.Lock()
 	for _, p := range s.Ports {
 		for _, e := range s.Endpoints {
