@@ -241,14 +241,16 @@ func (r *rules) common() []xtables.Chain {
 // Where a ServicePort loses its last endpoint, the filter rule that refuses its traffic comes before the nat rules go,
 // and where it gets its first one, it goes after they came: there is no moment at which traffic is neither sent on nor
 // refused, and left to travel to wherever the route for an address leads that no host has. A frontend that passes from a ServicePort of
-// the latter to another one does so in one step.
+// the latter to another one does so in one step, after the filter rules of the one that takes it over.
 func (r *rules) update(p *plan.Plan, changed plan.Keys) [][]xtables.Change {
-	var gaining, others []*transition
-	given := map[natEntry]bool{}
+	var refusing, gaining, others []*transition
+	given := map[key]bool{}
 	first := func(t *transition) {
 		gaining = append(gaining, t)
-		for e := range t.old.nat() {
-			given[e] = true
+		for _, e := range t.old.entries {
+			if places[e.dispatcher].table == names.NAT {
+				given[e.key] = true
+			}
 		}
 	}
 	for _, k := range changed.Sorted(r.family) {
@@ -269,9 +271,11 @@ func (r *rules) update(p *plan.Plan, changed plan.Keys) [][]xtables.Change {
 	for more := len(given) > 0; more; { // Who takes one over may give another one to somebody else.
 		more = false
 		others = slices.DeleteFunc(others, func(t *transition) bool {
-			for e := range t.new.nat() {
-				if given[e] {
-					first(t)
+			for _, e := range t.new.entries {
+				if given[e.key] {
+					if first(t); t.getsFilter {
+						refusing = append(refusing, t)
+					}
 					more = true
 					return true
 				}
@@ -280,6 +284,7 @@ func (r *rules) update(p *plan.Plan, changed plan.Keys) [][]xtables.Change {
 		})
 	}
 	return [][]xtables.Change{
+		r.step(names.Filter, refusing),
 		r.step(names.NAT, gaining),
 		r.step(names.Filter, append(gaining[:len(gaining):len(gaining)], others...)),
 		r.step(names.NAT, others),
@@ -290,23 +295,6 @@ func (r *rules) update(p *plan.Plan, changed plan.Keys) [][]xtables.Change {
 type transition struct {
 	old, new                fragment
 	losesFilter, getsFilter bool
-}
-
-// natEntry is the place of an entry in table nat.
-type natEntry struct {
-	dispatcherID
-	key
-}
-
-// nat are the places of a fragment's entries in table nat.
-func (f fragment) nat() iter.Seq[natEntry] {
-	return func(yield func(natEntry) bool) {
-		for _, e := range f.entries {
-			if places[e.dispatcher].table == names.NAT && !yield(natEntry{e.dispatcher, e.key}) {
-				return
-			}
-		}
-	}
 }
 
 func (r *rules) transition(before, after *plan.ServicePort) *transition {

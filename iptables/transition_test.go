@@ -127,6 +127,54 @@ func TestFrontendPasses(t *testing.T) {
 	}
 }
 
+// TestTakesOverAndLosesEndpoints: a ServicePort without endpoints that takes over an address from one of which traffic is refused in part is
+// always sent on or refused, by its cluster IP, whether that is its own or the one that it takes over.
+func TestTakesOverAndLosesEndpoints(t *testing.T) {
+	t.Parallel()
+	external := plan.Frontend{Kind: plan.ExternalIP, Addr: netip.MustParseAddr("203.0.113.10"), Protocol: plan.TCP, Port: 80}
+	partly := plantest.LargeService(0, 0, 3)
+	partly.Frontends, partly.ExternalPolicy = append(partly.Frontends, external), plan.Local // without an endpoint here
+	without := plantest.LargeService(0, 0, 3)
+	taker := plantest.LargeService(1, 3, 0)
+	taker.Frontends = append(taker.Frontends, external)
+	heir := plantest.LargeService(1, 3, 0)
+	heir.Frontends = partly.Frontends[:1]
+	for name, c := range map[string]struct{ before, after []*plan.ServicePort }{
+		"its own":         {[]*plan.ServicePort{partly, plantest.LargeService(1, 3, 3)}, []*plan.ServicePort{without, taker}},
+		"that of another": {[]*plan.ServicePort{partly}, []*plan.ServicePort{heir}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			before, after := plantest.Large(0, 0), plantest.Large(0, 0)
+			for _, sp := range c.before {
+				before.Set(sp)
+			}
+			for _, sp := range c.after {
+				after.Set(sp)
+			}
+			e, k := fakeEngine(plan.IPv4)
+			program(t, e, before, plan.Everything())
+			states, dst := 0, c.after[len(c.after)-1].Frontends[0]
+			k.Changed = func() {
+				states++
+				rules, err := restore.Parse(plan.IPv4, saved(k))
+				require.NoError(t, err)
+				pkt := plan.Packet{Src: netip.MustParseAddr("192.0.2.1"), SrcLocal: true, Output: true, Dst: dst.Addr, Protocol: plan.TCP, DstPort: dst.Port}
+				outcomes, err := rules.Trace(pkt, packetsim.Node{Local: func(a netip.Addr) bool { return a == pkt.Src }})
+				require.NoError(t, err)
+				for _, o := range outcomes {
+					if !o.DNAT && o.Action != packetsim.Reject {
+						t.Errorf("after %d changes: %s gets to %s", states, pkt, o)
+					}
+				}
+			}
+			program(t, e, after, plan.Only(plantest.Differing(before, after)))
+			if states < 2 {
+				t.Errorf("all was written in %d steps", states)
+			}
+		})
+	}
+}
+
 // TestInternalPolicyOfMany: while a comparison of everything changes the internal policy of more ServicePorts than are written at once,
 // what comes from outside is masqueraded all the while, whichever the policy was.
 func TestInternalPolicyOfMany(t *testing.T) {
