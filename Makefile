@@ -218,7 +218,7 @@ soak: deps build $(if $(filter ipvs,$(MODE)),kernel)
 PROVE ?= 100000
 SEED  ?= 0
 prove: deps
-	go test -c -tags deterministic -overlay="$$(hack/deterministic .cache/deterministic)" -o bin/prove ./cmd/nodeproxy
+	overlay=$$(hack/deterministic .cache/deterministic) && go test -c -tags deterministic -overlay="$$overlay" -o bin/prove ./cmd/nodeproxy
 	cd cmd/nodeproxy && NODEPROXY_MODE=$(if $(filter-out file,$(origin MODE)),$(MODE)) NODEPROXY_SCHEDULES=$(PROVE) NODEPROXY_SCHEDULE=$(SEED) \
 		GOMAXPROCS=1 $(CURDIR)/bin/prove -test.timeout 0 -test.v -test.run '^TestProve(Again)?$$'
 

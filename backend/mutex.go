@@ -24,6 +24,9 @@ func (m *Mutex) Lock() { m.semaphore() <- struct{}{} }
 
 // LockContext locks m, unless ctx ends before.
 func (m *Mutex) LockContext(ctx context.Context) error {
+	if m.TryLock() { // also where ctx has ended
+		return nil
+	}
 	select {
 	case m.semaphore() <- struct{}{}:
 		return nil
