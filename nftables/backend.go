@@ -50,7 +50,7 @@ type Config struct {
 	Log     *slog.Logger
 }
 
-// Sockets are by what a Backend reaches nf_tables.
+// Sockets open connections to nf_tables.
 type Sockets struct {
 	// Open opens one for requests.
 	Open func() (netlink.Socket, error)

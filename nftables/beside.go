@@ -292,7 +292,9 @@ func (e *engine) removeSpareKinds(ctx context.Context, s *snapshot, used map[kin
 	e.kinds, e.spareKinds = left, nil
 	for _, some := range []map[string]bool{old, spare} { // Those that are spare only now may seem to be in use for a while.
 		if len(some) > 0 {
-			e.removeChains(slices.Sorted(maps.Keys(some)))
+			if err := e.removeChains(slices.Sorted(maps.Keys(some))); err != nil {
+				return err
+			}
 		}
 	}
 	return nil

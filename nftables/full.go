@@ -510,13 +510,13 @@ func (s *fullSync) prune(ctx context.Context) error {
 		}
 	}
 	if !needed && len(spare.chains) > 0 {
-		s.removeChains(spare.chains)
+		return s.removeChains(spare.chains)
 	}
 	return nil
 }
 
 // removeChains removes chains that no kind uses any more. Those that the kernel considers in use are left over.
-func (e *engine) removeChains(list []string) {
+func (e *engine) removeChains(list []string) error {
 	b := nft.NewBatch(e.family, names.NFTables)
 	spare := intruders{chains: list}
 	spare.disarm(b)
@@ -529,8 +529,9 @@ func (e *engine) removeChains(list []string) {
 			e.leftover[name] = true
 		}
 	}
-	if err != nil && !errors.Is(err, unix.EBUSY) {
-		e.failed(e.family, true)
-		e.log.Warn("can't remove unused chains yet", "family", e.family, "error", err)
+	if err == nil || errors.Is(err, unix.EBUSY) {
+		return nil
 	}
+	e.failed(e.family, true)
+	return fmt.Errorf("removing unused chains: %w", err)
 }
