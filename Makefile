@@ -213,19 +213,20 @@ soak: deps build $(if $(filter ipvs,$(MODE)),kernel)
 	SOAK=$(SOAK) SOAK_RATE=$(SOAK_RATE) NODEPROXY_KERNEL_TIMEOUT=86400 NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -count=1 -timeout 0 -v \
 		-run '^TestSoak$$/^$(SOAK_VARIANT)$$' ./e2e$(if $(filter ipvs,$(MODE)),/ipvs) | hack/quiet
 
-# The daemon in simulated time: so many schedules of faults from a seed, and as many more, in the modes in turn, or in MODE if that is given;
+# The daemon in simulated time: PROVE schedules of faults from seed SEED on, in modes iptables and nftables in turn, or in PROVE_MODE; before them
 # the first hundred twice, which must be the same. See docs/faults.md.
-PROVE ?= 100000
-SEED  ?= 0
+PROVE      ?= 100000
+SEED       ?= 0
+PROVE_MODE ?=
 prove: deps
-	overlay=$$(hack/deterministic .cache/deterministic) && go test -c -tags deterministic -overlay="$$overlay" -o bin/prove ./cmd/nodeproxy
-	cd cmd/nodeproxy && NODEPROXY_MODE=$(if $(filter-out file,$(origin MODE)),$(MODE)) NODEPROXY_SCHEDULES=$(PROVE) NODEPROXY_SCHEDULE=$(SEED) \
-		GOMAXPROCS=1 $(CURDIR)/bin/prove -test.timeout 0 -test.v -test.run '^TestProve(Again)?$$'
+	hack/deterministic test -c -tags deterministic -o bin/prove ./cmd/nodeproxy
+	cd cmd/nodeproxy && NODEPROXY_MODE=$(PROVE_MODE) NODEPROXY_SCHEDULES=$(PROVE) NODEPROXY_SCHEDULE=$(SEED) GOMAXPROCS=1 \
+		$(CURDIR)/bin/prove -test.timeout 0 -test.failfast -test.v -test.run '^TestProve(Again)?$$'
 
 # Faults planted in the daemon, each of which prove has to find (hack/mutations/mutations.txt). MUTATION is a regular expression for names.
 MUTATION ?=
 prove-mutations: deps
-	go run ./hack/mutations -schedules 10000 -only '$(MUTATION)'
+	NODEPROXY_MODE=$(PROVE_MODE) go run ./hack/mutations -schedules 10000 -only '$(MUTATION)'
 
 # Benchmarks of single functions.
 bench: deps

@@ -51,7 +51,7 @@ type Config struct {
 	Log    *slog.Logger
 }
 
-// Tables are tables that no program of iptables is needed for.
+// Tables replace the programs of iptables and the kernel.
 type Tables struct {
 	// Kernels are the tables of each family.
 	Kernels map[plan.Family]xtables.Kernel

@@ -8,8 +8,8 @@ import (
 	"testing"
 )
 
-// TestProveAgain: the same seed leads to the same writes at the same times. It needs the overlay of hack/deterministic: without that, the Go
-// runtime may decide otherwise the second time. The sum that it prints is the same in each process.
+// TestProveAgain: the same seed leads to the same writes at the same times. hack/deterministic builds it: with the Go runtime
+// as it is, the second time may be different. The sum that it prints is the same in each process.
 func TestProveAgain(t *testing.T) {
 	first, all := number(t, "NODEPROXY_SCHEDULE", 0), fnv.New64a()
 	for seed := first; seed < first+min(100, number(t, "NODEPROXY_SCHEDULES", 100)); seed++ {

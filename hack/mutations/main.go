@@ -5,7 +5,6 @@ package main
 
 import (
 	"bufio"
-	"cmp"
 	_ "embed"
 	"encoding/json"
 	"errors"
@@ -131,10 +130,10 @@ func (m mutation) find(schedules int) (after int, by string, err error) {
 	after, by = read(bufio.NewScanner(out))
 	if err := test.Wait(); err == nil {
 		return after, "", nil
-	} else if exit := (*exec.ExitError)(nil); !errors.As(err, &exit) {
-		return 0, "", err
+	} else if by == "" || after == 0 {
+		return 0, "", fmt.Errorf("the test ends for another reason, after %d schedules: %w", after, err)
 	}
-	return after, cmp.Or(by, "the test fails, and does not say why"), nil
+	return after, by, nil
 }
 
 // build compiles the test with the fault.
@@ -190,7 +189,7 @@ func read(lines *bufio.Scanner) (schedules int, by string) {
 			schedules = n + 1
 		} else if found := fails.FindStringSubmatch(line); found != nil {
 			say(found[1])
-		} else if found := ends.FindStringSubmatch(line); found != nil {
+		} else if found := ends.FindStringSubmatch(line); found != nil && !strings.HasPrefix(found[1], "test timed out") {
 			say("the test ends: " + found[1])
 		}
 	}

@@ -57,6 +57,7 @@ func TestRead(t *testing.T) {
 	}{
 		"    a_test.go:1: schedule 0\n    a_test.go:1: schedule 1\nok\n":                                 {2, ""},
 		"    a_test.go:1: schedule 0\n    a_test.go:1: schedule 0 fails: after 1.5s: a | b\n    again\n": {1, `a \| b`},
+		"    a_test.go:1: schedule 0\npanic: test timed out after 1h0m0s\n":                              {1, ""},
 		"    a_test.go:1: schedule 0\npanic: deadlock: all are blocked [recovered]\npanic: again\n":      {1, "the test ends: deadlock: all are blocked [recovered]"},
 	} {
 		if schedules, by := read(bufio.NewScanner(strings.NewReader(text))); schedules != want.schedules || by != want.by {

@@ -49,7 +49,7 @@ type Config struct {
 	// NodeTimeout for any Node; zero means not to wait for pod CIDRs. It is for detect-local-mode NodeCIDR: without them the node's
 	// pods can't be distinguished from other clients.
 	PodCIDRTimeout time.Duration
-	// Random returns a random time below a limit, for a pause of what asks for a resource; nil for what chance says.
+	// Random returns a random time below a limit, for a pause before a request for a resource; nil means math/rand.
 	Random func(resource string, limit time.Duration) time.Duration
 	Log    *slog.Logger
 	// Report receives findings about objects; nil discards them.
