@@ -56,7 +56,7 @@ func (x *xtablesRules) packets(f plan.Family) (*packetsim.Machine, error) {
 	})
 }
 
-func (x *xtablesRules) differs(f plan.Family, p *plan.Plan) (why string) {
+func (x *xtablesRules) differs(f plan.Family, p *plan.Plan, _ bool) (why string) {
 	desired := rulesOfIPTables(x.world.cfg, p, f, true, nil)
 	want := map[names.Table]xtables.Content{names.NAT: {}, names.Filter: {}}
 	for _, c := range desired.Chains {

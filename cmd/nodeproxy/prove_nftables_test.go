@@ -11,6 +11,7 @@ import (
 	"github.com/google/nftables/expr"
 
 	"nodeproxy/kernel/conntrack"
+	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/nft"
 	"nodeproxy/kernel/nft/nfttest"
@@ -72,7 +73,7 @@ func (n *nftRules) calm() { n.Suffer(0, 0) }
 
 func (n *nftRules) others(f plan.Family) string { return n.Others(f, names.NFTables) }
 
-func (n *nftRules) differs(f plan.Family, p *plan.Plan) string {
+func (n *nftRules) differs(f plan.Family, p *plan.Plan, settled bool) string {
 	still := n.Still().Start()
 	o := renderedNFTables(n.world.cfg)
 	o.TCPLiberal = conntrack.TCPLiberal()
@@ -81,6 +82,9 @@ func (n *nftRules) differs(f plan.Family, p *plan.Plan) string {
 		return err.Error()
 	}
 	for _, h := range nftables.Diff(f, have, nftables.Planned(p, f, o, have)) {
+		if h.Kind == drift.Chain && len(h.Want) == 0 && !settled {
+			continue // A comparison removes what leads to a chain that no Service needs, and then the chain.
+		}
 		return fmt.Sprintf("%s %s has %q, want %q", f, h.Object, h.Have, h.Want)
 	}
 	return ""

@@ -86,8 +86,9 @@ type nodeRules interface {
 	sync.Locker
 	// start starts a process, and returns what a daemon works with in it.
 	start() (ruleWriter, machine)
-	// differs says how the rules of a family differ from those of a plan; "" if they don't. They are locked.
-	differs(f plan.Family, p *plan.Plan) (why string)
+	// differs says how the rules of a family differ from those of a plan; "" if they don't. They are locked. A sync or comparison may be
+	// under way, unless they are settled.
+	differs(f plan.Family, p *plan.Plan, settled bool) (why string)
 	// others returns what others have in the tables of a family, which are locked.
 	others(f plan.Family) string
 	// packets returns what packets meet in the tables of a family, which are locked.
@@ -282,15 +283,16 @@ func (w *world) look() {
 		if w.troubled {
 			limit = inTime
 		}
-		if why := w.rules.differs(f, p); why != "" {
+		if why := w.rules.differs(f, p, false); why != "" {
 			if !disturbed || time.Since(since) > limit {
 				w.fail("it says that it is in sync, but %s (others' changes: %t, %v ago)", why, disturbed, time.Since(since))
 			}
 			continue
 		}
-		if time.Since(since) > repairTime { // Until then, something may come into use that others have changed.
-			delete(w.disturbed, f)
+		if w.cfg.Mode == "nftables" && disturbed && time.Since(since) <= repairTime {
+			continue // A chain that no Service needs may come into use, and others have changed it.
 		}
+		delete(w.disturbed, f)
 		for q := range w.probes(f) {
 			action := verdicts.Verdict(q.packet()).Action
 			if action == plan.Forward {
@@ -386,7 +388,7 @@ func (w *world) end() {
 			return
 		}
 		for _, f := range plan.Families {
-			if why := cmp.Or(w.rules.differs(f, p), w.agrees(f, model(all))); why != "" {
+			if why := cmp.Or(w.rules.differs(f, p, true), w.agrees(f, model(all))); why != "" {
 				w.fail("%s: %s", when, why)
 			}
 			if now := w.rules.others(f); now != w.foreign[f] {
