@@ -118,7 +118,7 @@ func (c cluster) followBy(t *testing.T, answer roundTrip) *sees {
 }
 
 // followServices runs a follower of the Services until the test ends.
-func (c cluster) followServices(t *testing.T, answer roundTrip) (*resource, *witness) {
+func (c cluster) followServices(t *testing.T, answer roundTrip) (*follower, *witness) {
 	t.Cleanup(func() {
 		synctest.Wait()
 		if c.Open != 0 {
@@ -127,8 +127,9 @@ func (c cluster) followServices(t *testing.T, answer roundTrip) (*resource, *wit
 	})
 	r := resources(Config{Client: answeredBy(t, answer), Log: slog.New(slog.DiscardHandler), Silence: DefaultSilence})[0]
 	w := &witness{t: t, cluster: c, versions: map[string]int{}, last: map[string]int{}}
-	until(t, newFollower(r, newStore(r, w.deliver)).run)
-	return r, w
+	f := newFollower(r, newStore(r, w.deliver))
+	until(t, f.run)
+	return f, w
 }
 
 // sees are the Services that a sink has been told of, with their versions.

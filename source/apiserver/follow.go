@@ -139,6 +139,9 @@ func (f *follower) change(e watchEvent) error {
 	if e.version != "" {
 		f.version, f.newest = e.version, e.version
 	}
+	if f.store.verifying != nil {
+		f.store.verifying.move()
+	}
 	return nil
 }
 

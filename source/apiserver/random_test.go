@@ -1,13 +1,17 @@
 package apiserver
 
 import (
+	"context"
 	"fmt"
+	"log/slog"
 	"maps"
 	"math"
 	"math/rand/v2"
 	"os"
 	"slices"
 	"strconv"
+	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -22,7 +26,7 @@ import (
 // TestAnySchedule: whatever happens to several API servers, and on the way to them, nothing is passed on that is older than what was passed
 // on before, nothing is said to be gone that was not, only what is complete is said to be, and in the end everything has come in time.
 // NODEPROXY_SCHEDULES says how many schedules there are to be, and NODEPROXY_SCHEDULE which one. The pauses of the program are random, so
-// one need not fail each time.
+// one need not fail each time. A verification at any time finds what watches have lost, and nothing else.
 func TestAnySchedule(t *testing.T) {
 	t.Parallel()
 	first, n := uint64(0), uint64(300)
@@ -54,9 +58,18 @@ func runSchedule(t *testing.T, random *rand.Rand) {
 		answer = inProtobuf(answer)
 	}
 	steps := random.IntN(60)
-	_, got := c.followServices(t, answer) // It draws from random, too, from here on.
+	var verifications sync.WaitGroup
+	defer verifications.Wait()
+	f, got := c.followServices(t, answer) // It draws from random, too, from here on.
+	c.follower, c.lister = f, resources(Config{Client: answeredBy(t, answer), Log: slog.New(slog.DiscardHandler), Silence: DefaultSilence})[0]
+	if c.lost = map[string]bool{}; random.IntN(2) == 0 {
+		c.Lose, got.loses = c.lose, true
+	}
 	for range steps {
 		c.Lock()
+		if c.Random.IntN(10) == 0 {
+			verifications.Go(func() { c.verify(t) })
+		}
 		c.happen()
 		pause := time.Duration(random.IntN(200)) * time.Millisecond
 		switch random.IntN(8) {
@@ -69,6 +82,7 @@ func runSchedule(t *testing.T, random *rand.Rand) {
 		time.Sleep(pause) // in simulated time: other things happen, or are under way, meanwhile
 	}
 	c.Lock()
+	c.Lose = nil
 	c.Troubles, c.pace, c.travel = nil, 0, 10*time.Millisecond
 	for _, s := range c.Servers {
 		s.Lag, s.Ill = 0, apiservertest.None
@@ -85,7 +99,12 @@ func runSchedule(t *testing.T, random *rand.Rand) {
 	c.Unlock()
 	time.Sleep(wait) // in simulated time
 	synctest.Wait()
+	c.verify(t) // until the next bookmark
+	synctest.Wait()
 	got.check("in the end")
+	if found := c.verify(t); len(found) > 0 {
+		t.Errorf("the next verification finds %v", found)
+	}
 	c.with(func() {
 		c.put("s1")
 		c.put("new")
@@ -101,6 +120,32 @@ type schedule struct {
 	cluster
 	silent       bool          // There was an answer that does not end.
 	travel, pace time.Duration // the longest
+	follower     *follower
+	lister       *resource       // for verifications
+	lost         map[string]bool // the Services of which a watch has lost something
+}
+
+// lose loses one change in ten.
+func (c *schedule) lose(o apiservertest.Change) bool {
+	loses := c.Random.IntN(10) == 0
+	c.lost[o.Name.Name] = c.lost[o.Name.Name] || loses
+	return loses
+}
+
+// verify verifies once, and returns what that has found. It is an error if no watch has lost it.
+func (c *schedule) verify(t *testing.T) []source.Difference {
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
+	defer cancel()
+	_, found, err := c.follower.verify(ctx, c.lister)
+	t.Logf("a verification finds %v, and ends with %v", found, err)
+	c.Lock()
+	defer c.Unlock()
+	for _, d := range found {
+		if _, name, _ := strings.Cut(d.Object, " "); !c.lost[name] {
+			t.Errorf("a verification finds %s, which no watch has lost", d)
+		}
+	}
+	return found
 }
 
 func upTo(random *rand.Rand, d time.Duration) time.Duration {
@@ -172,6 +217,7 @@ type witness struct {
 	versions map[string]int // of what was passed on
 	last     map[string]int // the version of each object's last state, also of one that is gone
 	complete bool
+	loses    bool // Watches may lose something.
 }
 
 func (w *witness) deliver(_ *resource, b source.Batch, complete bool) {
@@ -192,7 +238,7 @@ func (w *witness) deliver(_ *resource, b source.Batch, complete bool) {
 			}
 		}
 	}
-	if c.Lost == nil { // After that, a watch from before may be beside a list from then.
+	if c.Lost == nil && !w.loses { // After that, a watch from before may be beside a list from then.
 		w.t.Errorf("what was passed on is said to be complete, and never was so: %v", w.versions)
 	}
 }

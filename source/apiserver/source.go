@@ -70,11 +70,12 @@ type Source struct {
 	cfg       Config
 	resources []*resource
 
-	mu      sync.Mutex // guards what follows, and keeps batches in order
-	sink    source.Sink
-	missing map[*resource]bool // what has not been delivered for the first time
-	synced  bool
-	lately  *time.Timer // set once only resources are missing that have a time limit
+	mu        sync.Mutex // guards what follows, and keeps batches in order
+	sink      source.Sink
+	followers []*follower        // of the resources
+	missing   map[*resource]bool // what has not been delivered for the first time
+	synced    bool
+	lately    *time.Timer // set once only resources are missing that have a time limit
 }
 
 // New returns a Source that makes no request before it runs.
@@ -100,11 +101,14 @@ func (s *Source) Run(ctx context.Context, sink source.Sink) error {
 		return errors.New("apiserver: a Source runs only once")
 	}
 	s.sink = sink
+	for _, r := range s.resources {
+		s.followers = append(s.followers, newFollower(r, newStore(r, s.deliver)))
+	}
 	s.mu.Unlock()
 	ctx = quietly(ctx, s.cfg.Log)
 	var running sync.WaitGroup
-	for _, r := range s.resources {
-		running.Go(func() { newFollower(r, newStore(r, s.deliver)).run(ctx) })
+	for _, f := range s.followers {
+		running.Go(func() { f.run(ctx) })
 	}
 	running.Wait()
 	s.mu.Lock()

@@ -30,6 +30,8 @@ type store struct {
 	changed map[types.NamespacedName]uint64
 	// asOf is the version of the last list; 0 while there is another.
 	asOf uint64
+	// verifying is the verification that is under way; nil for none.
+	verifying *verification
 }
 
 // known is what is kept of an object: its name and version, and which list it was last seen in, or brought by the watch after. What a watch
@@ -49,8 +51,12 @@ const aheadSize = 256
 
 // begin begins a list, in place of one that may have broken off.
 func (s *store) begin() {
+	if s.verifying != nil {
+		s.verifying.move()
+	}
 	s.lists++
 	s.listing, s.differs, s.changed, s.asOf = true, map[types.NamespacedName]any{}, map[types.NamespacedName]uint64{}, 0
+	s.verifying = nil
 }
 
 // list takes an object of the list. Those of the first list are passed on as they arrive, so that not all are in memory at the same time:
@@ -122,6 +128,9 @@ func (s *store) complete(asOf uint64) {
 func (s *store) change(e watchEvent) error {
 	name, version, list := e.name, number(e.version), s.lists
 	had := s.known.Get(name)
+	if s.verifying != nil {
+		s.verifying.bring(name)
+	}
 	same := had != nil && had.version == version && version != 0
 	var obj any
 	if e.kind != watch.Deleted && !same {

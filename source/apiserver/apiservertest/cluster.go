@@ -42,6 +42,8 @@ type Cluster struct {
 	// a streamed list; nil for no time.
 	Travel func(Request) time.Duration
 	Pace   func() time.Duration
+	// Lose, if not nil, reports whether a watch loses a change: it goes on as if that had been sent.
+	Lose func(Change) bool
 	// Troubles are drawn from for three requests in four while there are any.
 	Troubles []Trouble
 	// Asked are the requests so far, and Open is how many answers have not ended.
@@ -486,7 +488,7 @@ func (c *Cluster) sendChanges(ctx context.Context, w *watching) {
 		}
 		var more []Change
 		for _, o := range c.Log {
-			if o.Resource == w.resource && o.Version > w.after && o.Version <= w.Seen {
+			if o.Resource == w.resource && o.Version > w.after && o.Version <= w.Seen && (c.Lose == nil || !c.Lose(o)) {
 				if more = append(more, o); w.random.IntN(20) == 0 {
 					more = append(more, o) // twice
 				}

@@ -1,0 +1,35 @@
+package source
+
+// Difference is one between what there is and what was made of it.
+type Difference struct {
+	// Part is what was compared: objects with the API server, the plan with the objects, or the kernel with the plan.
+	Part string `json:"part"`
+	// Object is kind and name, such as "EndpointSlice shop/web-x2v9k", Field the path of the field in question; "" for the object as a whole.
+	Object string `json:"object"`
+	Field  string `json:"field,omitempty"`
+	Detail string `json:"detail"`
+}
+
+// The parts of a Difference.
+const (
+	PartObjects = "objects"
+	PartPlan    = "plan"
+	PartKernel  = "kernel"
+)
+
+func (d Difference) String() string {
+	s := d.Object + ": "
+	if d.Field != "" {
+		s += d.Field + ": "
+	}
+	return s + d.Detail
+}
+
+// Compared says how much was compared.
+type Compared struct {
+	// What is such as "EndpointSlices of the API server".
+	What  string `json:"what"`
+	Count int    `json:"count"`
+	// Not is why it could not be compared; "" if it was.
+	Not string `json:"not,omitempty"`
+}
