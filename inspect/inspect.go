@@ -3,6 +3,7 @@
 package inspect
 
 import (
+	"context"
 	"fmt"
 	"iter"
 	"net/netip"
@@ -36,6 +37,8 @@ type Node struct {
 	Pods func(namespace string) ([]*v1.Pod, error)
 	// Self returns what the running nodeproxy knows of itself; nil where none runs.
 	Self func() Self
+	// Verify compares all that this program holds with what it is made from, or returns a recent result; nil where it can't.
+	Verify func(context.Context) source.Verification
 	// Support returns more files for a bug report, by name; nil where there are none.
 	Support func() map[string]string
 	// History has the last syncs; nil where nothing is programmed.

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"nodeproxy/plan"
+	"nodeproxy/source"
 )
 
 // Handler answers a Client by what node returns; nil as long as there is nothing to tell.
@@ -61,6 +62,7 @@ func Handler(node func() *Node) http.Handler {
 	handle("/v1/desired", func(_ context.Context, n *Node, _ url.Values) (any, error) { return n.Desired() })
 	handle("/v1/findings", func(_ context.Context, n *Node, _ url.Values) (any, error) { return n.AllFindings(), nil })
 	handle("/v1/status", func(ctx context.Context, n *Node, _ url.Values) (any, error) { return n.Status(ctx), nil })
+	handle("/v1/verify", func(ctx context.Context, n *Node, _ url.Values) (any, error) { return n.Verify(ctx), nil })
 	handle("/v1/traffic", func(ctx context.Context, n *Node, _ url.Values) (any, error) { return n.Traffic(ctx) })
 	handle("/v1/support", func(_ context.Context, n *Node, _ url.Values) (any, error) { return n.Support(), nil })
 	handle("/v1/history", func(_ context.Context, n *Node, q url.Values) (any, error) {
@@ -155,6 +157,11 @@ func (c *Client) Findings(ctx context.Context) (out []Finding, err error) {
 // Status asks for what Node.Status returns.
 func (c *Client) Status(ctx context.Context) (out *Status, err error) {
 	return out, c.get(ctx, "status", nil, &out)
+}
+
+// Verify asks for what Node.Verify returns.
+func (c *Client) Verify(ctx context.Context) (out *source.Verification, err error) {
+	return out, c.get(ctx, "verify", nil, &out)
 }
 
 // Support asks for what Node.Support returns.

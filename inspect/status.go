@@ -84,6 +84,8 @@ type Status struct {
 	Neighbours     []Neighbour    `json:"neighbours"`
 	Syncs          SyncStatistics `json:"syncs"`
 	Source         SourceStatus   `json:"source"`
+	// Verification is nil unless it was asked for.
+	Verification *source.Verification `json:"verification,omitempty"`
 	// Tracked is nil where it can't be read.
 	Tracked  *TrackedFlows `json:"tracked,omitempty"`
 	filtered []reality.Filtered
@@ -428,6 +430,9 @@ func WriteStatus(w io.Writer, s *Status) error {
 	}
 	if err := t.Flush(); err != nil {
 		return err
+	}
+	if s.Verification != nil {
+		writeVerification(w, *s.Verification, s.Now)
 	}
 	if len(s.Wrong) == 0 {
 		fmt.Fprint(w, "\nNothing is wrong.\n")

@@ -57,6 +57,8 @@ type Set struct {
 	rules    *ruleMetrics
 	flows    *flowMetrics
 	drift    *driftMetrics
+
+	verifications *verificationMetrics
 }
 
 // New returns a Set on which nothing has happened yet.
@@ -98,6 +100,7 @@ func New(cfg Config) *Set {
 	s.rules = newRuleMetrics(s)
 	s.flows = newFlowMetrics(s)
 	s.drift = newDriftMetrics(s)
+	s.verifications = newVerificationMetrics(s)
 	build := s.gaugeVec("nodeproxy_build_info", "Always 1; the labels identify the program.", "version", "go_version", "mode")
 	build.WithLabelValues(cfg.Version, runtime.Version(), cfg.Mode).Set(1)
 	return s

@@ -6,6 +6,7 @@ import (
 	"net/netip"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"nodeproxy/plan"
@@ -143,8 +144,10 @@ type Proxier struct {
 	doubt chan struct{}
 	// published has the plan that the backend was last made equal to.
 	published plan.Publisher
+	// settled says that the backend was last made equal to all of the plan. It is set to false with stateMu held.
+	settled atomic.Bool
 
-	// Only Run's goroutine changes state, and Apply before synced is set. They hold stateMu while they do.
+	// Only Run's goroutine changes state, Apply before synced is set, and Verify where something differs. They hold stateMu while they do.
 	stateMu sync.RWMutex
 	state   *State
 
@@ -181,6 +184,8 @@ type Proxier struct {
 	// The times of the first and the last call of Suspect since everything was compared; zero if there was none.
 	suspectedFirst, suspectedLast time.Time
 	suspicion                     string // the reason that the first of them gave
+	// asked are to be closed after a comparison that has yet to begin, and answered after the one under way.
+	asked, answered []chan struct{}
 }
 
 // comparison is a sync that compared everything with the kernel.
@@ -383,6 +388,8 @@ func (p *Proxier) compared(r besideResult) bool {
 	}
 	if r.again {
 		p.why = Drift
+	} else {
+		p.answer()
 	}
 	copy(p.comparisons[:], p.comparisons[1:])
 	p.comparisons[suspectBurst-1] = r.comparison
@@ -395,6 +402,7 @@ func (p *Proxier) unsuspect() string {
 	defer p.mu.Unlock()
 	why := p.suspicion
 	p.suspectedFirst, p.suspectedLast, p.suspicion = time.Time{}, time.Time{}, ""
+	p.answered, p.asked = append(p.answered, p.asked...), nil
 	return why
 }
 
@@ -478,6 +486,7 @@ func (p *Proxier) round(ctx context.Context) {
 		p.stateMu.Unlock()
 		return
 	}
+	p.settled.Store(false)
 	start := time.Now()
 	result := Result{Retry: p.retry > 0, Apply: start.Sub(begin), Eligible: p.state.NodeEligible(), Began: begin}
 	desired, change := p.state.Update()
@@ -508,6 +517,7 @@ func (p *Proxier) round(ctx context.Context) {
 		result.Difference = difference(p.published.Latest(), desired, change)
 		p.ended(desired, change, start, result)
 	}
+	p.settled.Store(result.Err == nil && result.Waiting == 0)
 	if result.Err == nil {
 		result.Triggers, p.triggers = p.triggers, nil
 	}
@@ -553,6 +563,7 @@ func (p *Proxier) ended(desired *plan.Plan, change plan.Change, start time.Time,
 	if change.Unknown() {
 		copy(p.comparisons[:], p.comparisons[1:])
 		p.comparisons[suspectBurst-1] = comparison{ended: time.Now(), took: took}
+		p.answer()
 	}
 	p.log.synced(!p.inSync, desired, change, r)
 	p.inSync = true

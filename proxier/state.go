@@ -108,6 +108,9 @@ func (s *State) Synced() bool { return s.synced }
 // Plan returns the plan as of the last Update.
 func (s *State) Plan() *plan.Plan { return s.plan }
 
+// Objects returns how many Services and EndpointSlices are known.
+func (s *State) Objects() int { return len(s.services) + s.slices.Len() }
+
 // Apply applies a batch of objects.
 func (s *State) Apply(b source.Batch) {
 	// In order, so that findings are in order too.
@@ -290,11 +293,7 @@ func (s *State) recompute(id plan.Service, changed plan.Keys) {
 	for i := range svc.specs {
 		spec := &svc.specs[i]
 		wanted.Add(spec.key)
-		var endpoints []topology.Endpoint
-		for _, slice := range svc.slices {
-			endpoints = slice.appendEndpoints(endpoints, spec.key)
-		}
-		sp := s.servicePort(spec, endpoints)
+		sp := s.servicePort(svc, spec)
 		s.reportReserved(spec)
 		if old := s.plan.Services[spec.key]; old == nil || !old.Equal(sp) {
 			s.plan.Set(sp)
@@ -314,7 +313,11 @@ func (s *State) recompute(id plan.Service, changed plan.Keys) {
 }
 
 // servicePort combines what a Service asks for with what it gets.
-func (s *State) servicePort(spec *portSpec, endpoints []topology.Endpoint) *plan.ServicePort {
+func (s *State) servicePort(svc *service, spec *portSpec) *plan.ServicePort {
+	var endpoints []topology.Endpoint
+	for _, slice := range svc.slices {
+		endpoints = slice.appendEndpoints(endpoints, spec.key)
+	}
 	sp := &plan.ServicePort{
 		Key:            spec.key,
 		InternalPolicy: spec.internal,

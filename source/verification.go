@@ -1,5 +1,30 @@
 package source
 
+import "time"
+
+// Verification is a comparison of all that this program holds with what it is made from.
+type Verification struct {
+	Began       time.Time `json:"began"`
+	TookSeconds float64   `json:"tookSeconds"`
+	// Finished is false while it goes on: the rest is what is known so far.
+	Finished    bool         `json:"finished"`
+	Compared    []Compared   `json:"compared"`
+	Differences []Difference `json:"differences"`
+}
+
+// Good reports whether everything was compared and nothing differed.
+func (v Verification) Good() bool {
+	if !v.Finished || len(v.Differences) > 0 {
+		return false
+	}
+	for _, c := range v.Compared {
+		if c.Not != "" {
+			return false
+		}
+	}
+	return true
+}
+
 // Difference is one between what there is and what was made of it.
 type Difference struct {
 	// Part is what was compared: objects with the API server, the plan with the objects, or the kernel with the plan.
@@ -25,7 +50,7 @@ func (d Difference) String() string {
 	return s + d.Detail
 }
 
-// Compared says how much was compared.
+// Compared says how much was compared of something.
 type Compared struct {
 	// What is such as "EndpointSlices of the API server".
 	What  string `json:"what"`

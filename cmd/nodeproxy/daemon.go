@@ -44,6 +44,8 @@ type daemon struct {
 	from     string                // names the source
 	files    *manifest.Source      // it, if it is one of files
 	watches  func() []source.Watch // how current the objects are; none for those of files
+	// verifyObjects compares the objects that are known with those of the API server; nil without one.
+	verifyObjects func(context.Context) ([]source.Compared, []source.Difference)
 	// read is what the source delivers until there is a proxier.
 	read *proxier.Objects
 	// ctx ends when the daemon is to stop. running are all its goroutines, and ended receives what the source ended with.
@@ -70,6 +72,7 @@ type daemon struct {
 	lasting    standing[source.Finding]    // findings that no object has
 	neighbours standing[inspect.Neighbour] // other programs
 	drift      *driftReporter
+	witness    *witness
 
 	// client is that of the API server, and location where this is; nil without one.
 	client   *apiserver.Client
@@ -215,6 +218,7 @@ func (d *daemon) build(f *front) error {
 		MostAtOnce: d.backend.mostAtOnce, Compare: d.backend.compare, Unchanged: d.backend.unchanged, Unfinished: d.backend.unfinished,
 		MinSyncPeriod: cfg.MinSyncPeriod, CompareEvery: cfg.SyncPeriod, Observer: d.monitor, Report: unlessSaid(cfg, d.report), Log: d.log,
 	})
+	d.witness = d.newWitness()
 	return nil
 }
 
@@ -298,7 +302,7 @@ func (d *daemon) inspected() *inspect.Node {
 	return &inspect.Node{
 		ServiceFile: serviceFile, OnlyProxied: d.cfg.Manifests == "",
 		Mode: d.mode.name, Options: optionsOf(d.cfg), Families: d.backend.Families(),
-		Self: d.self, Support: d.support, History: d.monitor.history, View: d.proxier.View, Programmed: d.proxier.Snapshot, Refused: d.refusals.list,
+		Self: d.self, Support: d.support, Verify: d.verification, History: d.monitor.history, View: d.proxier.View, Programmed: d.proxier.Snapshot, Refused: d.refusals.list,
 		Findings: d.otherFindings, Pods: d.pods(), Machine: d.backend.machine, Local: localAddresses, Reality: d.reality(),
 	}
 }
@@ -412,6 +416,7 @@ func (d *daemon) goBeside(ctx context.Context) {
 		select {
 		case <-ctx.Done():
 		case <-d.monitor.inSync: // The first programming is a flood of notifications, all of them of our own doing.
+			d.running.Go(func() { d.witness.run(ctx) })
 			d.drift.watch(ctx, d.backend, d.proxier.Suspect)
 		}
 	})
@@ -463,7 +468,7 @@ func (d *daemon) open(ctx context.Context, report source.Report) error {
 		watched.PodCIDRTimeout = apiserver.DefaultPodCIDRTimeout
 	}
 	api := apiserver.New(watched)
-	d.objects, d.watches = api, api.Watches
+	d.objects, d.watches, d.verifyObjects = api, api.Watches, api.Verify
 	return nil
 }
 

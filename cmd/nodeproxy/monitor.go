@@ -47,6 +47,7 @@ func newMonitor(d *daemon, families []plan.Family, f *front) *monitor {
 	m.firstComplete = sync.OnceFunc(func() { close(m.complete) })
 	m.node = health.NewNode(health.NodeConfig{
 		Program: program(), Families: families, Timeout: 2 * d.cfg.SyncPeriod, Answered: m.metrics.Answered, Watches: d.watches, Faults: d.faults,
+		Verify: d.verification,
 	})
 	m.listeners = listeners.New(listeners.Config{
 		NotNode: []string{names.Device}, Report: d.conflict, Count: m.metrics.PortConflicts, Held: m.services.Held, Log: d.log,

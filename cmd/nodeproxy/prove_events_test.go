@@ -69,6 +69,12 @@ var (
 			w.cluster.Restore()
 			return ""
 		})},
+		{"api-loses-event", 1, toServer(func(w *world, _ *apiservertest.CachingServer, r *rand.Rand) string {
+			after, most := w.cluster.Version, 1+r.IntN(12)
+			w.loses = true
+			w.cluster.Lose = func(o apiservertest.Change) bool { return o.Version > after && o.Version <= after+most }
+			return fmt.Sprint("within ", most, " versions")
+		})},
 		{"tables-trouble", 5, func(w *world, r *rand.Rand) string {
 			w.troubled = true
 			return w.rules.suffer(r)
@@ -133,7 +139,7 @@ func (w *world) calm() {
 	w.rules.calm()
 	w.cluster.Lock()
 	defer w.cluster.Unlock()
-	w.cluster.Troubles, w.pace = nil, 0
+	w.cluster.Troubles, w.cluster.Lose, w.pace = nil, nil, 0
 	for _, s := range w.cluster.Servers {
 		s.Lag, s.Ill = 0, apiservertest.None
 		if s.Streams == apiservertest.Endless {

@@ -37,6 +37,8 @@ import (
 const (
 	inTime       = 3 * time.Minute
 	inTimeSilent = inTime + 2*apiserver.DefaultSilence
+	// inTimeLost is how much longer it may take where a watch has lost something: until the next verification has ended, and one that had begun.
+	inTimeLost = 3*verifyEvery/2 + 2*(verifyObjects+verifyKernel)
 	// repairTime is how long others' changes last where programs of iptables have never been slow and have never failed: there are two seconds
 	// at most between two comparisons after a suspicion, and as many between two attempts.
 	repairTime = 10 * time.Second
@@ -50,6 +52,7 @@ type world struct {
 	cfg     *config.Config
 	began   time.Time
 	silent  bool // The API server may be back in time, or have sent an answer that does not end.
+	loses   bool // A watch may have lost something.
 	pace    time.Duration
 	// troubled says that reading or writing rules has failed or been slow.
 	troubled bool
@@ -372,6 +375,9 @@ func (w *world) end() {
 	wait := inTime
 	if w.silent {
 		wait = inTimeSilent
+	}
+	if w.loses {
+		wait += inTimeLost
 	}
 	time.Sleep(wait) // in simulated time
 	synctest.Wait()

@@ -53,13 +53,16 @@ func (d *daemon) self() inspect.Self {
 }
 
 func statusCommand() *cobra.Command {
-	i := &inspector{}
+	i, verify := &inspector{}, false
 	cmd := &cobra.Command{
 		Use:   "status",
 		Short: "Show the state of the nodeproxy of this node, and what is wrong",
 		Long: "status shows on one screen which nodeproxy runs, whether it is ready and in sync, what it proxies, how long syncs take, whether\n" +
 			"objects are current, what it has found, and which other programs interfere; then what is wrong, and what to do. If the socket gives\n" +
-			"no answer, it asks the health check server, whose address is that of --config or --healthz-bind-address.\n" + runningHelp + `
+			"no answer, it asks the health check server, whose address is that of --config or --healthz-bind-address.\n\n" +
+			"With --verify, it also has everything verified, within half a minute: the objects are listed anew and compared with those that are known,\n" +
+			"the plan is made anew from them, and the kernel is compared with the plan. What differs is repaired, and counts as wrong. The result of\n" +
+			"a verification of the last minutes is shown instead where there are many objects.\n" + runningHelp + `
 Exit codes: 0 if nothing is wrong, 1 if something is, or no nodeproxy answers, 2 if the command line is wrong.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -76,10 +79,18 @@ Exit codes: 0 if nothing is wrong, 1 if something is, or no nodeproxy answers, 2
 				}
 				return err
 			}
+			if verify {
+				v, err := i.client("").Verify(cmd.Context())
+				if err != nil {
+					return err
+				}
+				s.SetVerification(v)
+			}
 			return i.show(cmd.OutOrStdout(), s, len(s.Wrong) > 0, func(string) error { return inspect.WriteStatus(cmd.OutOrStdout(), s) })
 		},
 	}
 	i.addAs(cmd, "status", "text, json or yaml")
+	cmd.Flags().BoolVar(&verify, "verify", false, "have objects, plan and kernel verified, and show what was compared and what differed")
 	_ = cmd.Flags().MarkHidden("namespace") // It has no argument to complete.
 	return cmd
 }

@@ -4,6 +4,8 @@ import (
 	"encoding/json"
 	"net/http"
 	"time"
+
+	"nodeproxy/source"
 )
 
 // Handler serves /healthz, /livez and /readyz.
@@ -21,7 +23,8 @@ import (
 // /livez does not depend on whether the node is about to be removed (KEP-3836).
 //
 // /readyz is 200 when all objects have been delivered, the source can read everything, the rules have been written, no change has
-// waited for too long, and the objects are not stale. Its JSON names what is missing.
+// waited for too long, and the objects are not stale. Its JSON names what is missing. /readyz?verify has a verification besides, and is 200 only
+// if that has compared everything and found nothing.
 func (n *Node) Handler() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("/healthz", n.healthz)
@@ -75,6 +78,8 @@ type readyAnswer struct {
 	CurrentTime time.Time     `json:"currentTime"`
 	Watches     []watchAnswer `json:"watches,omitempty"`
 	Program     string        `json:"program,omitempty"`
+	// Verification is what was asked for.
+	Verification *source.Verification `json:"verification,omitempty"`
 }
 
 type watchAnswer struct {
@@ -96,7 +101,17 @@ func (n *Node) readyz(w http.ResponseWriter, r *http.Request) {
 		}
 		out.Watches = append(out.Watches, watchAnswer{watch.Resource, watch.Synced, age, watch.Failure})
 	}
-	n.reply(w, r, out.Ready, out)
+	if n.cfg.Verify == nil || !r.URL.Query().Has("verify") {
+		n.reply(w, r, out.Ready, out)
+		return
+	}
+	v := n.cfg.Verify(r.Context())
+	out.Verification = &v
+	code := http.StatusOK
+	if !out.Ready || !v.Good() {
+		code = http.StatusServiceUnavailable
+	}
+	writeJSON(w, code, out) // It is not counted as an answer to a probe.
 }
 
 func (n *Node) reply(w http.ResponseWriter, r *http.Request, good bool, body any) {

@@ -4,6 +4,7 @@
 package health
 
 import (
+	"context"
 	"fmt"
 	"slices"
 	"sync"
@@ -33,6 +34,8 @@ type NodeConfig struct {
 	Watches func() []source.Watch
 	// Faults returns what the source can't read, so that what it read before stays in force; nil if that can't happen.
 	Faults func() []string
+	// Verify verifies that what the objects say is in force, for at most half a minute, or returns a recent result; nil if there are no verifications.
+	Verify func(context.Context) source.Verification
 	// Answered is called for each answer with the requested path and the status code; nil for none.
 	Answered func(path string, code int)
 }

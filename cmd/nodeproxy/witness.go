@@ -1,0 +1,175 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"sync"
+	"time"
+
+	"nodeproxy/metrics"
+	"nodeproxy/proxier"
+	"nodeproxy/source"
+)
+
+// How often the witness verifies: at most every verifyEvery, and for each object that is listed a verifyPerObject more, so that API servers send
+// each node ten objects a second at most, however many there are. Between verifications that are asked for it may be a part in verifyAsked of
+// that. The pauses are lengthened by a random time of up to half of them, and the first one is random.
+const (
+	verifyEvery     = 5 * time.Minute
+	verifyPerObject = 100 * time.Millisecond
+	verifyAsked     = 10
+)
+
+// How long a verification waits: for the watch to show whether it has lost something, until a bookmark, and for a comparison with the kernel.
+const (
+	verifyObjects = 2 * time.Minute
+	verifyKernel  = time.Minute
+)
+
+// witness verifies now and then, and when it is asked, that what the objects say is in the kernel: it lists the objects anew, makes the plan
+// anew, and compares the kernel with it. What differs is repaired, counted, logged, and an event.
+type witness struct {
+	// objects is as in daemon.
+	objects func(context.Context) ([]source.Compared, []source.Difference)
+	proxier *proxier.Proxier
+	drift   *driftReporter
+	metrics *metrics.Set
+	event   func(text string)
+	random  func(limit time.Duration) time.Duration
+	log     *slog.Logger
+	ctx     context.Context // of the daemon
+
+	mu      sync.Mutex
+	last    source.Verification // that has ended, or is under way
+	running chan struct{}       // closed at the end of the one under way; nil for none
+}
+
+// newWitness makes the witness of a daemon that has all other parts.
+func (d *daemon) newWitness() *witness {
+	w := &witness{objects: d.verifyObjects, proxier: d.proxier, drift: d.drift, metrics: d.metrics, log: d.log, ctx: d.ctx, random: rand.N[time.Duration],
+		event: func(text string) { d.event("VerificationRepaired", "Verify", text) }}
+	if d.machine.random != nil {
+		w.random = func(limit time.Duration) time.Duration { return d.machine.random("verification", limit) }
+	}
+	return w
+}
+
+// run verifies now and then until ctx ends.
+func (w *witness) run(ctx context.Context) {
+	for pause := w.random(w.pause()); ; pause = w.pause() + w.random(w.pause()/2) {
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(pause):
+		}
+		w.ask(ctx, 0)
+	}
+}
+
+// pause is the least time between two verifications.
+func (w *witness) pause() time.Duration {
+	n := 0
+	if w.objects != nil {
+		w.proxier.View(func(s *proxier.State) { n = s.Objects() })
+	}
+	return max(verifyEvery, time.Duration(n)*verifyPerObject)
+}
+
+// ask returns the result of a verification that goes on already, or has begun within a time, or of another. It is not finished where ctx ends
+// before.
+func (w *witness) ask(ctx context.Context, within time.Duration) source.Verification {
+	w.mu.Lock()
+	if w.running == nil && (w.last.Began.IsZero() || time.Since(w.last.Began) >= within) {
+		w.last, w.running = source.Verification{Began: time.Now(), Compared: []source.Compared{}, Differences: []source.Difference{}}, make(chan struct{})
+		go w.verify(w.running)
+	}
+	running := w.running
+	w.mu.Unlock()
+	if running != nil {
+		select {
+		case <-running:
+		case <-ctx.Done():
+		}
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.last
+}
+
+// asked is ask for those who may ask as often as they like.
+func (w *witness) asked(ctx context.Context) source.Verification {
+	return w.ask(ctx, w.pause()/verifyAsked)
+}
+
+func (w *witness) verify(ended chan struct{}) {
+	began := time.Now()
+	if w.objects != nil {
+		ctx, cancel := context.WithTimeout(w.ctx, verifyObjects)
+		compared, found := w.objects(ctx)
+		cancel()
+		w.add(compared, found)
+	}
+	count, found, err := w.proxier.Verify(w.ctx)
+	w.add([]source.Compared{{What: "ServicePorts of the plan", Count: count, Not: reason(err)}}, found)
+	ctx, cancel := context.WithTimeout(w.ctx, verifyKernel)
+	compared := time.Now()
+	err = w.proxier.Compare(ctx)
+	cancel()
+	w.add([]source.Compared{{What: "ServicePorts in the kernel", Count: count, Not: reason(err)}}, w.drift.since(compared))
+	took := time.Since(began)
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.last.TookSeconds, w.last.Finished = took.Seconds(), w.ctx.Err() == nil
+	w.running = nil
+	close(ended)
+	counts := map[string]int{}
+	for _, d := range w.last.Differences {
+		counts[d.Part]++
+	}
+	w.metrics.Verified(took, counts)
+}
+
+// add adds to the result, and reports what was found.
+func (w *witness) add(compared []source.Compared, found []source.Difference) {
+	w.mu.Lock()
+	w.last.Compared, w.last.Differences = append(w.last.Compared, compared...), append(w.last.Differences, found...)
+	w.mu.Unlock()
+	for i, d := range found {
+		w.log.Warn("a verification has found what was not as it should be; it is repaired", "part", d.Part, "object", d.Object, "field", d.Field, "detail", d.Detail)
+		if i < fewDifferences && d.Part != source.PartKernel { // The kernel's are an event of their own.
+			w.event("a verification has repaired " + d.String())
+		}
+	}
+	if more := len(found) - fewDifferences; more > 0 && found[0].Part != source.PartKernel {
+		w.event(fmt.Sprintf("a verification has repaired %d more differences", more))
+	}
+}
+
+func reason(err error) string {
+	if err == nil {
+		return ""
+	}
+	return err.Error()
+}
+
+// since returns what comparisons with the kernel have found since a time.
+func (d *driftReporter) since(t time.Time) (out []source.Difference) {
+	for _, c := range d.recent() {
+		if !c.When.Before(t) {
+			out = append(out, source.Difference{Part: source.PartKernel, Object: "kernel", Detail: c.What})
+		}
+	}
+	return out
+}
+
+// answerTime is how long an answer about a verification may take: servers cut it off after half a minute.
+const answerTime = 25 * time.Second
+
+// verification answers who asks for one.
+func (d *daemon) verification(ctx context.Context) source.Verification {
+	ctx, cancel := context.WithTimeout(ctx, answerTime)
+	defer cancel()
+	return d.witness.asked(ctx)
+}
