@@ -46,11 +46,10 @@ func typicalSlice(i int) *discovery.EndpointSlice {
 	return s
 }
 
-// BenchmarkRelist lists 10,000 EndpointSlices, in protobuf: for the first time, and again, when all of them are as they are known.
-func BenchmarkRelist(b *testing.B) {
+// typicalAnswers returns 10,000 EndpointSlices as a list and as the events of a stream, in protobuf.
+func typicalAnswers(b *testing.B) (whole, events []byte) {
 	const version = "2000000"
 	all := discovery.EndpointSliceList{ListMeta: metav1.ListMeta{ResourceVersion: version}}
-	var events []byte
 	send := func(kind watch.EventType, slice *discovery.EndpointSlice) {
 		f, err := frame(kind, slice)
 		require.NoError(b, err)
@@ -62,8 +61,14 @@ func BenchmarkRelist(b *testing.B) {
 	}
 	send(watch.Bookmark, &discovery.EndpointSlice{ObjectMeta: metav1.ObjectMeta{ResourceVersion: version,
 		Annotations: map[string]string{metav1.InitialEventsAnnotationKey: "true"}}})
-	list, err := encode(&all)
+	whole, err := encode(&all)
 	require.NoError(b, err)
+	return whole, events
+}
+
+// BenchmarkRelist lists 10,000 EndpointSlices, in protobuf: for the first time, and again, when all of them are as they are known.
+func BenchmarkRelist(b *testing.B) {
+	list, events := typicalAnswers(b)
 	for _, c := range []struct {
 		name         string
 		answer       []byte
@@ -117,4 +122,23 @@ func processorTime() time.Duration {
 	var usage syscall.Rusage
 	_ = syscall.Getrusage(syscall.RUSAGE_SELF, &usage)
 	return time.Duration(usage.Utime.Nano() + usage.Stime.Nano())
+}
+
+// BenchmarkVerify compares 10,000 EndpointSlices with a list in protobuf of which all are as they are known.
+func BenchmarkVerify(b *testing.B) {
+	_, events := typicalAnswers(b)
+	r := resources(Config{Client: answeredBy(b, always(events)), Log: slog.New(slog.DiscardHandler), Silence: DefaultSilence})[1]
+	f := newFollower(r, newStore(r, func(*resource, source.Batch, bool) {}))
+	listOnce(b, f.store, false)
+	f.version, f.whole = "2000000", true
+	b.ReportAllocs()
+	b.SetBytes(int64(len(events)))
+	before := processorTime()
+	for b.Loop() {
+		n, found, err := f.verify(b.Context(), r)
+		if n != 10000 || len(found) > 0 || err != nil {
+			b.Fatal(n, found, err)
+		}
+	}
+	b.ReportMetric(float64((processorTime()-before).Microseconds())/1000/float64(b.N), "cpu-ms/op")
 }
