@@ -77,6 +77,9 @@ func TestMetrics(t *testing.T) {
 		wantServers(t, w.Client, clusterIP(1, 4), "n1a", "n2a")
 		emptyDispatch(t, w, variant) // so that everything is compared with the kernel soon
 		waitForMetrics(t, w, &harness.Scrape{}, []metricCheck{atLeast("nodeproxy_drift_repaired_total kind="+ruleDrift, 1)})
+		if code, body, err := w.Node1().Get(harness.HealthAddr, "/readyz?verify"); code != 200 {
+			t.Errorf("/readyz?verify: %d %s, %v", code, body, err)
+		}
 		s := w.Node1().Scrape(t) // That one may have been read while it was counted.
 		compareMetrics(t, s)
 		compareDocs(t, s)

@@ -66,6 +66,7 @@ func inUse(mode string) *Set {
 	s.Taken()
 	s.Planned(p, plan.Everything())
 	s.DriftChecked(time.Second, nil)
+	s.Verified(time.Second, nil)
 	s.AffinityClients(plan.IPv4, 3, 12)
 	s.Synced(Sync{Full: true, Stages: map[Stage]time.Duration{Backend: time.Second}})
 	return s
