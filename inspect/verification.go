@@ -12,7 +12,7 @@ import (
 func (s *Status) SetVerification(v *source.Verification) {
 	s.Verification = v
 	if n := len(v.Differences); n > 0 {
-		s.Wrong = append(s.Wrong, fmt.Sprintf("The verification has found %s, and repaired %s: the log has each, and docs/troubleshooting.md says what it means.",
+		s.Wrong = append(s.Wrong, fmt.Sprintf("The verification has found %s, and repaired %s: the log has each.",
 			counted(n, "difference"), either(n == 1, "it", "them")))
 	}
 	for _, c := range v.Compared {
@@ -21,8 +21,7 @@ func (s *Status) SetVerification(v *source.Verification) {
 		}
 	}
 	if !v.Finished {
-		s.Wrong = append(s.Wrong, "The verification has not ended yet: something differs, or an answer of the API server or the kernel is late. To do: ask again "+
-			"in a minute.")
+		s.Wrong = append(s.Wrong, "The verification has not ended yet: something differs, or an answer is late. To do: ask again in a minute.")
 	}
 }
 

@@ -48,7 +48,8 @@ type witness struct {
 
 // newWitness makes the witness of a daemon that has all other parts.
 func (d *daemon) newWitness() *witness {
-	w := &witness{objects: d.verifyObjects, proxier: d.proxier, drift: d.drift, metrics: d.metrics, log: d.log, ctx: d.ctx, random: rand.N[time.Duration],
+	w := &witness{objects: d.verifyObjects, proxier: d.proxier, drift: d.drift, metrics: d.metrics,
+		log: d.log, ctx: d.ctx, random: rand.N[time.Duration],
 		event: func(text string) { d.event("VerificationRepaired", "Verify", text) }}
 	if d.machine.random != nil {
 		w.random = func(limit time.Duration) time.Duration { return d.machine.random("verification", limit) }
@@ -137,7 +138,8 @@ func (w *witness) add(compared []source.Compared, found []source.Difference) {
 	w.last.Compared, w.last.Differences = append(w.last.Compared, compared...), append(w.last.Differences, found...)
 	w.mu.Unlock()
 	for i, d := range found {
-		w.log.Warn("a verification has found what was not as it should be; it is repaired", "part", d.Part, "object", d.Object, "field", d.Field, "detail", d.Detail)
+		w.log.Warn("a verification has found what was not as it should be; it is repaired", "part", d.Part,
+			"object", d.Object, "field", d.Field, "detail", d.Detail)
 		if i < fewDifferences && d.Part != source.PartKernel { // The kernel's are an event of their own.
 			w.event("a verification has repaired " + d.String())
 		}

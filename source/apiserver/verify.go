@@ -241,7 +241,8 @@ func (v *verification) judge(passed uint64) (found []source.Difference) {
 			Field: "metadata.resourceVersion"}
 		switch {
 		case suspect.obj == nil:
-			d.Field, d.Detail = "", fmt.Sprintf("the API server has none since version %d at the latest, and it was known as of version %d", suspect.at, had.version)
+			d.Field = ""
+			d.Detail = fmt.Sprintf("the API server has none since version %d at the latest, and it was known as of version %d", suspect.at, had.version)
 			s.known.Delete(name)
 			s.resource.put(&b, name, nil)
 		case had == nil:
