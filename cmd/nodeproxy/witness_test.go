@@ -35,7 +35,7 @@ func putSlice(w *world, endpoint string) {
 func TestWitness(t *testing.T) {
 	for _, asks := range []bool{true, false} {
 		synctest.Test(t, func(t *testing.T) {
-			w := newWorld(t, 1)
+			w := newWorld(t, 1, "iptables")
 			w.cluster.Pace, w.cluster.Travel = nil, nil
 			putSlice(w, "10.244.1.1")
 			w.put("services", &v1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "s0"}, Spec: v1.ServiceSpec{ClusterIP: "10.96.0.10",
@@ -77,6 +77,7 @@ func TestWitness(t *testing.T) {
 					}
 				}
 			}
+			synctest.Wait()
 			for len(w.daemon.witness.last.Differences) == 0 {
 				time.Sleep(time.Second) // in simulated time
 				if synctest.Wait(); time.Since(lost) > least {
