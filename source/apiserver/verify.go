@@ -7,6 +7,7 @@ import (
 	"maps"
 	"slices"
 	"strings"
+	"sync"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -29,21 +30,32 @@ func (s *Source) Verify(ctx context.Context) (compared []source.Compared, found 
 	followers := slices.Clone(s.followers)
 	s.mu.Unlock()
 	listers := resources(s.cfg) // Of their own, since an answer to these says nothing of how the watches fare.
+	results := make([]struct {
+		compared []source.Compared
+		found    []source.Difference
+	}, len(followers))
+	var running sync.WaitGroup
 	for i, f := range followers {
 		if f.optional && f.absent() {
 			continue
 		}
-		n, differences, err := f.verify(ctx, listers[i])
-		c := source.Compared{What: f.kind + "s of the API server", Count: n}
-		if err != nil {
-			c.Not = err.Error()
-		}
-		compared, found = append(compared, c), append(found, differences...)
+		running.Go(func() { // All at once, so that none takes the time of the others where its watch is silent.
+			n, found, err := f.verify(ctx, listers[i])
+			c := source.Compared{What: f.kind + "s of the API server", Count: n}
+			if err != nil {
+				c.Not = err.Error()
+			}
+			results[i].compared, results[i].found = []source.Compared{c}, found
+		})
+	}
+	running.Wait()
+	for _, r := range results {
+		compared, found = append(compared, r.compared...), append(found, r.found...)
 	}
 	return compared, found
 }
 
-// mostSuspects is how many objects that differ are kept at a time. The others are found by the next verification.
+// mostSuspects is how many objects that differ are kept at a time. Where there are more, everything is listed once more after these.
 const mostSuspects = 256
 
 // verification compares a store with a list that is made beside the watch.
@@ -54,6 +66,7 @@ type verification struct {
 	// touched are the objects of which the watch has brought something since the list was asked for: the list may be older or newer.
 	touched  map[types.NamespacedName]struct{}
 	suspects map[types.NamespacedName]suspect
+	more     bool // More objects differ than are suspects.
 	// moved has a value when the watch has gone on, or the verification is over, because everything is listed again.
 	moved chan struct{}
 }
@@ -71,11 +84,29 @@ var errListed = errors.New("all objects have come")
 
 var errOver = errors.New("everything is being listed again, so there is nothing to compare with")
 
+var errMany = fmt.Errorf("more than %d objects differed, and the watch has brought what these lacked", mostSuspects)
+
 // verify compares what is known with a list by r, and repairs it.
 func (f *follower) verify(ctx context.Context, r *resource) (count int, found []source.Difference, err error) {
-	v, err := f.beginVerification()
+	for {
+		v, some, err := f.verifyOnce(ctx, r)
+		found = append(found, some...)
+		switch {
+		case v == nil:
+			return 0, found, err
+		case err != nil || !v.more:
+			return v.count, found, err
+		case len(some) == 0:
+			return v.count, found, errMany
+		}
+	}
+}
+
+// verifyOnce does so with one list, which v is for; nil if there is none. Where v.more is set, there may be more to repair.
+func (f *follower) verifyOnce(ctx context.Context, r *resource) (v *verification, found []source.Difference, err error) {
+	v, err = f.beginVerification()
 	if err != nil {
-		return 0, nil, err
+		return nil, nil, err
 	}
 	defer func() {
 		f.mu.Lock()
@@ -89,24 +120,24 @@ func (f *follower) verify(ctx context.Context, r *resource) (count int, found []
 	err = f.listBeside(ctx, r, q, v)
 	if f.plainInstead(err) {
 		if v, err = f.beginVerification(); err != nil {
-			return 0, nil, err
+			return nil, nil, err
 		}
 		q = request{begin: requestTimeout, plain: true}
 		q.ResourceVersion = fmt.Sprint(v.least)
 		err = f.listBeside(ctx, r, q, v)
 	}
 	if err != nil {
-		return 0, nil, err
+		return nil, nil, err
 	}
 	for {
 		differences, left, err := f.judge(v)
 		if found = append(found, differences...); err != nil || left == 0 {
-			return v.count, found, err
+			return v, found, err
 		}
 		select {
 		case <-v.moved:
 		case <-ctx.Done():
-			return v.count, found, fmt.Errorf("%d objects differ, but the watch may still bring what they lack", left)
+			return v, found, fmt.Errorf("%d objects differ, but the watch may still bring what they lack", left)
 		}
 	}
 }
@@ -177,6 +208,7 @@ func (v *verification) list(e watchEvent) error {
 		at = max(version, had.version)
 	}
 	if len(v.suspects) == mostSuspects {
+		v.more = true
 		return nil
 	}
 	obj, err := v.store.resource.decode(e)
@@ -195,7 +227,7 @@ func (v *verification) complete(asOf uint64) error {
 	}
 	for k := range v.store.known.All() {
 		_, touched := v.touched[k.name]
-		if k.list != v.store.lists && !touched && len(v.suspects) < mostSuspects {
+		if k.list != v.store.lists && !touched { // Any number: no object is kept of these.
 			v.suspects[k.name] = suspect{at: asOf}
 		}
 	}
