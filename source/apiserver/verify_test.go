@@ -71,7 +71,9 @@ func TestVerifyBesideSilence(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		h := newHeldWatch()
 		src := New(Config{Client: answeredBy(t, h.RoundTrip), NodeName: "n1", Log: slog.New(slog.DiscardHandler)})
-		until(t, func(ctx context.Context) { _ = src.Run(ctx, &sees{t: t, services: map[string]int{}, came: map[string]time.Time{}}) })
+		until(t, func(ctx context.Context) {
+			_ = src.Run(ctx, &sees{t: t, services: map[string]int{}, came: map[string]time.Time{}})
+		})
 		time.Sleep(time.Second) // in simulated time: everything is listed
 		<-h.open
 		h.with(func() { h.Lose = func(o apiservertest.Change) bool { return o.Resource == endpointSlices } })
