@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"nodeproxy/plan"
+	"nodeproxy/source"
 )
 
 // kubeProxy is what kube-proxy v1.36.3 has: its metrics, their types, their labels in order of name, and the modes with them.
@@ -66,7 +67,7 @@ func inUse(mode string) *Set {
 	s.Taken()
 	s.Planned(p, plan.Everything())
 	s.DriftChecked(time.Second, nil)
-	s.Verified(time.Second, nil)
+	s.Verified(source.Verification{Finished: true})
 	s.AffinityClients(plan.IPv4, 3, 12)
 	s.Synced(Sync{Full: true, Stages: map[Stage]time.Duration{Backend: time.Second}})
 	return s

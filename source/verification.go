@@ -1,6 +1,9 @@
 package source
 
-import "time"
+import (
+	"slices"
+	"time"
+)
 
 // Verification is a comparison of all that this program holds with what it is made from.
 type Verification struct {
@@ -12,18 +15,13 @@ type Verification struct {
 	Differences []Difference `json:"differences"`
 }
 
-// Good reports whether everything was compared and nothing differed.
-func (v Verification) Good() bool {
-	if !v.Finished || len(v.Differences) > 0 {
-		return false
-	}
-	for _, c := range v.Compared {
-		if c.Not != "" {
-			return false
-		}
-	}
-	return true
+// Whole reports whether everything was compared.
+func (v Verification) Whole() bool {
+	return v.Finished && !slices.ContainsFunc(v.Compared, func(c Compared) bool { return c.Not != "" })
 }
+
+// Good reports whether everything was compared and nothing differed.
+func (v Verification) Good() bool { return v.Whole() && len(v.Differences) == 0 }
 
 // Difference is one between what there is and what was made of it.
 type Difference struct {

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
+	"slices"
 	"sync"
 	"time"
 
@@ -119,32 +120,28 @@ func (w *witness) verify(ended chan struct{}) {
 	err = w.proxier.Compare(ctx)
 	cancel()
 	w.add([]source.Compared{{What: "ServicePorts in the kernel", Count: count, Not: reason(err)}}, w.drift.since(compared))
-	took := time.Since(began)
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.last.TookSeconds, w.last.Finished = took.Seconds(), w.ctx.Err() == nil
+	w.last.TookSeconds, w.last.Finished = time.Since(began).Seconds(), w.ctx.Err() == nil
 	w.running = nil
 	close(ended)
-	counts := map[string]int{}
-	for _, d := range w.last.Differences {
-		counts[d.Part]++
-	}
-	w.metrics.Verified(took, counts)
+	w.metrics.Verified(w.last)
 }
 
-// add adds to the result, and reports what was found.
+// add adds to the result, and reports what was found. What is found in the kernel the driftReporter has reported.
 func (w *witness) add(compared []source.Compared, found []source.Difference) {
 	w.mu.Lock()
 	w.last.Compared, w.last.Differences = append(w.last.Compared, compared...), append(w.last.Differences, found...)
 	w.mu.Unlock()
+	found = slices.DeleteFunc(slices.Clone(found), func(d source.Difference) bool { return d.Part == source.PartKernel })
 	for i, d := range found {
 		w.log.Warn("a verification has found what was not as it should be; it is repaired", "part", d.Part,
 			"object", d.Object, "field", d.Field, "detail", d.Detail)
-		if i < fewDifferences && d.Part != source.PartKernel { // The kernel's are an event of their own.
+		if i < fewDifferences {
 			w.event("a verification has repaired " + d.String())
 		}
 	}
-	if more := len(found) - fewDifferences; more > 0 && found[0].Part != source.PartKernel {
+	if more := len(found) - fewDifferences; more > 0 {
 		w.event(fmt.Sprintf("a verification has repaired %d more differences", more))
 	}
 }

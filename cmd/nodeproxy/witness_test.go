@@ -1,7 +1,9 @@
 package main
 
 import (
+	"bytes"
 	"encoding/json"
+	"log/slog"
 	"net/http/httptest"
 	"net/netip"
 	"strings"
@@ -103,5 +105,25 @@ func TestWitness(t *testing.T) {
 			}
 			w.stop()
 		})
+	}
+}
+
+// TestWitnessReports: a few differences are an event each, all are in the log, and what the comparison with the kernel has reported is not
+// reported again.
+func TestWitnessReports(t *testing.T) {
+	var logged bytes.Buffer
+	var events []string
+	w := &witness{log: slog.New(slog.NewTextHandler(&logged, nil)), event: func(text string) { events = append(events, text) }}
+	w.add(nil, []source.Difference{{Part: source.PartKernel, Object: "kernel", Detail: "1 rule"}})
+	if logged.Len() > 0 || len(events) > 0 || len(w.last.Differences) != 1 {
+		t.Errorf("of the kernel, %s, events %q, %v", &logged, events, w.last.Differences)
+	}
+	for range fewDifferences + 2 {
+		w.last.Differences = append(w.last.Differences, source.Difference{Part: source.PartObjects, Object: "Service a", Detail: "gone"})
+	}
+	w.add(nil, w.last.Differences[1:])
+	if n := strings.Count(logged.String(), `part=objects object="Service a"`); n != fewDifferences+2 || len(events) != fewDifferences+1 ||
+		events[0] != "a verification has repaired Service a: gone" || events[fewDifferences] != "a verification has repaired 2 more differences" {
+		t.Errorf("of objects, %s, events %q", &logged, events)
 	}
 }
