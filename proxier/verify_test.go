@@ -2,7 +2,11 @@ package proxier
 
 import (
 	"context"
+	"errors"
+	"net/netip"
+	"runtime"
 	"slices"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -129,4 +133,48 @@ func TestCompareWhenAsked(t *testing.T) {
 			}
 		})
 	}
+}
+
+// TestVerifyBesideSyncs: verifications beside changes and syncs, of which some fail and others program parts of a change, find nothing.
+func TestVerifyBesideSyncs(t *testing.T) {
+	t.Parallel()
+	var calls int
+	backend := backendFunc(func(context.Context, *plan.Plan, plan.Change) error {
+		if calls++; calls > 1 && calls%3 == 0 {
+			return errors.New("the kernel is busy")
+		}
+		return nil
+	})
+	p, stop := start(t, Config{Families: plan.Families[:1], Backend: backend, MostAtOnce: 20})
+	first := services(0, 100, 80)
+	first.Synced = true
+	p.Apply(first)
+	var verifying sync.WaitGroup
+	applied := make(chan struct{})
+	verifying.Go(func() {
+		for {
+			if n, found, err := p.Verify(t.Context()); len(found) > 0 || err != nil {
+				t.Errorf("of %d ServicePorts, found %v, %v", n, found, err)
+			}
+			select {
+			case <-applied:
+				return
+			default:
+			}
+		}
+	})
+	for i := range 200 {
+		b := services(i%100, 1+i%90, int32(81+i))
+		if i%5 == 0 { // They are gone.
+			for name := range b.Services {
+				b.Services[name] = nil
+			}
+		}
+		p.Apply(b)
+		p.Reserve([]netip.AddrPort{netip.AddrPortFrom(netip.MustParseAddr("192.0.2.1"), uint16(i))})
+		runtime.Gosched()
+	}
+	close(applied)
+	verifying.Wait()
+	stop()
 }
