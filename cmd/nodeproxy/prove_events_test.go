@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"fmt"
 	"math/rand/v2"
 	"net/netip"
@@ -71,8 +72,13 @@ var (
 		})},
 		{"api-loses-event", 1, toServer(func(w *world, _ *apiservertest.CachingServer, r *rand.Rand) string {
 			after, most := w.cluster.Version, 1+r.IntN(12)
-			w.loses = true
-			w.cluster.Lose = func(o apiservertest.Change) bool { return o.Version > after && o.Version <= after+most }
+			w.cluster.Lose = func(o apiservertest.Change) bool {
+				loses := o.Version > after && o.Version <= after+most
+				if loses {
+					w.lost[strings.TrimPrefix(o.Name.String(), "/")] = true
+				}
+				return loses
+			}
 			return fmt.Sprint("within ", most, " versions")
 		})},
 		{"tables-trouble", 5, func(w *world, r *rand.Rand) string {
@@ -87,6 +93,12 @@ var (
 			time.Sleep(time.Duration(r.Int64N(int64(20 * time.Millisecond)))) // in simulated time
 			w.start()
 			return fmt.Sprint("with its children: ", all)
+		}},
+		{"verify", 3, func(w *world, _ *rand.Rand) string { // as /readyz?verify
+			if d := w.front.daemon.Load(); d != nil {
+				go d.verification(context.Background())
+			}
+			return ""
 		}},
 		{"stop", 1, func(w *world, r *rand.Rand) string {
 			w.stop()

@@ -51,8 +51,8 @@ type world struct {
 	rules   nodeRules
 	cfg     *config.Config
 	began   time.Time
-	silent  bool // The API server may be back in time, or have sent an answer that does not end.
-	loses   bool // A watch may have lost something.
+	silent  bool            // The API server may be back in time, or have sent an answer that does not end.
+	lost    map[string]bool // the names of objects of which a watch has lost something
 	pace    time.Duration
 	// troubled says that reading or writing rules has failed or been slow.
 	troubled bool
@@ -128,7 +128,7 @@ var thisNode = packetsim.Node{Local: func(a netip.Addr) bool { return a == nodeA
 func newWorld(t *testing.T, seed uint64, mode string) *world {
 	random := rand.New(rand.NewPCG(seed, 1))
 	w := &world{seed: seed, cluster: apiservertest.NewCluster(random, 1+random.IntN(3)), began: time.Now(), steady: map[probe]bool{},
-		heeded:    map[probe]bool{},
+		heeded: map[probe]bool{}, lost: map[string]bool{},
 		disturbed: map[plan.Family]time.Time{}, ever: map[netip.AddrPort]map[netip.AddrPort]bool{}, foreign: map[plan.Family]string{}, trace: fnv.New64a()}
 	w.cluster.Travel = func(r apiservertest.Request) time.Duration {
 		return w.draw("travel "+r.Verb+r.Resource, 30*time.Millisecond)
@@ -183,6 +183,12 @@ func (w *world) start() {
 	clear(w.heeded)
 	w.rules.Unlock()
 	d.objects = observed{d.objects, func(b source.Batch) { w.delivered(p, b) }}
+	event := d.event
+	d.event = func(reason, action, text string) {
+		if event(reason, action, text); reason == "VerificationRepaired" {
+			w.verified(text)
+		}
+	}
 	d.begin()
 	go func() {
 		time.Sleep(w.draw("claim", 200*time.Millisecond)) // in simulated time: objects come meanwhile
@@ -308,6 +314,19 @@ func (w *world) look() {
 	}
 }
 
+// verified looks at what a verification says that it has repaired: a watch must have lost something of it, or the API be back in time.
+func (w *world) verified(text string) {
+	w.rules.Lock()
+	defer w.rules.Unlock()
+	w.cluster.Lock()
+	defer w.cluster.Unlock()
+	object, _, named := strings.Cut(strings.TrimPrefix(text, "a verification has repaired "), ": ")
+	kind, name, _ := strings.Cut(object, " ")
+	if named && (kind == "ServicePort" || !w.lost[name] && w.cluster.Lost == nil) {
+		w.fail("%s, and nothing of that was lost", text)
+	}
+}
+
 // disturb notes that the tables of a family may not be as the daemon has left them.
 func (w *world) disturb(f plan.Family) {
 	w.disturbed[f] = time.Now()
@@ -376,9 +395,11 @@ func (w *world) end() {
 	if w.silent {
 		wait = inTimeSilent
 	}
-	if w.loses {
+	w.cluster.Lock()
+	if len(w.lost) > 0 {
 		wait += inTimeLost
 	}
+	w.cluster.Unlock()
 	time.Sleep(wait) // in simulated time
 	synctest.Wait()
 	s := w.emptyState()
