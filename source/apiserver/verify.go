@@ -67,6 +67,7 @@ type verification struct {
 	touched  map[types.NamespacedName]struct{}
 	suspects map[types.NamespacedName]suspect
 	more     bool // More objects differ than are suspects.
+	begun    bool // The list has begun to come.
 	// moved has a value when the watch has gone on, or the verification is over, because everything is listed again.
 	moved chan struct{}
 }
@@ -118,7 +119,7 @@ func (f *follower) verifyOnce(ctx context.Context, r *resource) (v *verification
 	q := request{begin: requestTimeout}
 	q.SendInitialEvents, q.ResourceVersionMatch = ptr.To(true), metav1.ResourceVersionMatchNotOlderThan
 	err = f.listBeside(ctx, r, q, v)
-	if f.plainInstead(err) {
+	if v.plainInstead(err) {
 		if v, err = f.beginVerification(); err != nil {
 			return nil, nil, err
 		}
@@ -142,9 +143,11 @@ func (f *follower) verifyOnce(ctx context.Context, r *resource) (v *verification
 	}
 }
 
-// plainInstead reports whether a list is to be asked for as a whole after a stream has ended with err.
-func (f *follower) plainInstead(err error) bool {
-	return errors.Is(err, errEndless) || errors.Is(err, errNoAnswer) || reached(err) && !apierrors.IsTooManyRequests(err)
+// plainInstead reports whether a list is to be asked for as a whole after a stream has ended with err: not from an API server that has too
+// much to do, as that would cost it more.
+func (v *verification) plainInstead(err error) bool {
+	return errors.Is(err, errEndless) || errors.Is(err, errNoAnswer) && v.begun ||
+		reached(err) && !apierrors.IsTooManyRequests(err) && !apierrors.IsServiceUnavailable(err)
 }
 
 // beginVerification begins one, in place of any other.
@@ -174,6 +177,7 @@ func (f *follower) listBeside(ctx context.Context, r *resource, q request, v *ve
 		case m.listed != "":
 			return v.complete(number(m.listed))
 		case m.kind == "":
+			v.begun = true
 			return nil
 		}
 		return v.list(m.watchEvent)

@@ -130,3 +130,50 @@ func TestVerifyMany(t *testing.T) {
 		})
 	}
 }
+
+// TestVerifyAsAWhole: a list as a whole is asked for where the API server does not stream one, and not where it has too much to do for that.
+func TestVerifyAsAWhole(t *testing.T) {
+	t.Parallel()
+	for what, c := range map[string]struct {
+		streams apiservertest.Support
+		ill     apiservertest.Trouble
+		hangs   bool
+		wholes  int // lists as a whole
+	}{
+		"streams are not understood":    {streams: apiservertest.Unknown, ill: apiservertest.None, wholes: 1},
+		"its storage can't stream":      {streams: apiservertest.Lacking, ill: apiservertest.None, wholes: 1},
+		"the end of a list is not told": {streams: apiservertest.Endless, ill: apiservertest.None, wholes: 1},
+		"all is well":                   {ill: apiservertest.None},
+		"too many requests":             {ill: apiservertest.TooManyRequests},
+		"unavailable":                   {ill: apiservertest.Unavailable},
+		"no answer":                     {ill: apiservertest.None, hangs: true},
+	} {
+		t.Run(what, func(t *testing.T) {
+			t.Parallel()
+			synctest.Test(t, func(t *testing.T) {
+				cluster := newCluster()
+				cluster.change("s1")
+				f, _ := cluster.followServices(t, cluster.RoundTrip)
+				time.Sleep(time.Second) // in simulated time: everything is listed
+				cluster.with(func() { cluster.Servers[0].Streams = c.streams })
+				cluster.suffer(c.ill)
+				wholes := 0
+				answer := func(r *http.Request) (*http.Response, error) {
+					if !r.URL.Query().Has("watch") {
+						wholes++
+					}
+					if c.hangs {
+						<-r.Context().Done()
+						return nil, r.Context().Err()
+					}
+					return cluster.RoundTrip(r)
+				}
+				lister := resources(Config{Client: answeredBy(t, answer), Log: slog.New(slog.DiscardHandler), Silence: DefaultSilence})[0]
+				n, _, err := f.verify(t.Context(), lister)
+				if well := c.ill == apiservertest.None && !c.hangs; wholes != c.wholes || well != (n == 1 && err == nil) {
+					t.Errorf("%d lists as a whole, of %d objects, %v", wholes, n, err)
+				}
+			})
+		})
+	}
+}
