@@ -128,7 +128,7 @@ func (f *follower) verifyOnce(ctx context.Context, r *resource) (v *verification
 		err = f.listBeside(ctx, r, q, v)
 	}
 	if err != nil {
-		return nil, nil, err
+		return nil, nil, fmt.Errorf("listing them anew: %w", err) // An error of an API server may have no text.
 	}
 	for {
 		differences, left, err := f.judge(v)

@@ -170,7 +170,7 @@ func TestVerifyAsAWhole(t *testing.T) {
 				}
 				lister := resources(Config{Client: answeredBy(t, answer), Log: slog.New(slog.DiscardHandler), Silence: DefaultSilence})[0]
 				n, _, err := f.verify(t.Context(), lister)
-				if well := c.ill == apiservertest.None && !c.hangs; wholes != c.wholes || well != (n == 1 && err == nil) {
+				if well := c.ill == apiservertest.None && !c.hangs; wholes != c.wholes || well != (n == 1 && err == nil) || err != nil && err.Error() == "" {
 					t.Errorf("%d lists as a whole, of %d objects, %v", wholes, n, err)
 				}
 			})
