@@ -1,8 +1,10 @@
 package cluster
 
 import (
+	"bytes"
 	"context"
 	"crypto/tls"
+	"encoding/binary"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -17,6 +19,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -27,7 +30,8 @@ import (
 	"nodeproxy/e2e/harness"
 )
 
-// Front is a server before the API server, as a load balancer is, by which some clients reach it. It can make them list everything again.
+// Front is a server before the API server, as a load balancer is, by which some clients reach it. It can make them list everything again, and
+// it can lose events of their watches.
 type Front struct {
 	url   string
 	proxy *httputil.ReverseProxy
@@ -37,6 +41,8 @@ type Front struct {
 	// for them again, that the version from which they would go on is forgotten.
 	open    map[*http.Request]frontWatch
 	expired map[string]bool
+	// losing returns whether to lose an event of a watch, as it is sent; nil to lose none.
+	losing func(event []byte) bool
 }
 
 // frontWatch is a watch through a Front: its client and what that watches, and how it is ended.
@@ -72,6 +78,9 @@ func (c *ControlPlane) Front(w *harness.World) (*Front, error) {
 		Rewrite: func(r *httputil.ProxyRequest) { r.SetURL(target) }, Transport: transport, FlushInterval: -1, ErrorLog: quiet,
 		ModifyResponse: func(r *http.Response) error {
 			r.Body = ending{r.Body, r.Request.Context()}
+			if r.Header.Get("Content-Type") == runtime.ContentTypeProtobuf+";stream=watch" {
+				r.Body = &losing{ReadCloser: r.Body, loses: f.loses}
+			}
 			return nil
 		},
 	}
@@ -114,6 +123,31 @@ func (f *Front) Expire(client netip.Addr) error {
 		f.mu.Unlock()
 	}
 	return nil
+}
+
+// Lose loses, until stop is called, the events of all watches that are sent in protobuf and contain a text, such as the name of an object.
+// lost returns how many it has lost.
+func (f *Front) Lose(text string) (lost func() int64, stop func()) {
+	var count atomic.Int64
+	set := func(losing func([]byte) bool) {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		f.losing = losing
+	}
+	set(func(event []byte) bool {
+		loses := bytes.Contains(event, []byte(text))
+		if loses {
+			count.Add(1)
+		}
+		return loses
+	})
+	return count.Load, func() { set(nil) }
+}
+
+func (f *Front) loses(event []byte) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.losing != nil && f.losing(event)
 }
 
 func (f *Front) ServeHTTP(w http.ResponseWriter, r *http.Request) {
@@ -159,4 +193,30 @@ func (e ending) Read(p []byte) (int, error) {
 		err = io.EOF
 	}
 	return n, err
+}
+
+// losing is the body of a watch in protobuf: events, each behind its length in four bytes.
+type losing struct {
+	io.ReadCloser
+	loses func(event []byte) bool
+	next  []byte // what is left of an event that is not lost
+}
+
+func (l *losing) Read(p []byte) (int, error) {
+	for len(l.next) == 0 {
+		var length [4]byte
+		if _, err := io.ReadFull(l.ReadCloser, length[:]); err != nil {
+			return 0, err
+		}
+		event := make([]byte, binary.BigEndian.Uint32(length[:]))
+		if _, err := io.ReadFull(l.ReadCloser, event); err != nil {
+			return 0, err
+		}
+		if !l.loses(event) {
+			l.next = append(length[:], event...)
+		}
+	}
+	n := copy(p, l.next)
+	l.next = l.next[n:]
+	return n, nil
 }

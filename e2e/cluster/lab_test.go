@@ -88,9 +88,9 @@ func newLab(t *testing.T, variant harness.Variant) *lab {
 // zones are those of node1, node2 and node3.
 var zones = []string{"zone-a", "zone-b", "zone-c"}
 
-func (l *lab) startDaemon(t *testing.T) {
+func (l *lab) startDaemon(t *testing.T, more ...string) {
 	t.Helper()
-	flags := []string{clusterCIDR, "--manifests=", "--kubeconfig=" + l.kubeconfig}
+	flags := append([]string{clusterCIDR, "--manifests=", "--kubeconfig=" + l.kubeconfig}, more...)
 	if l.mode != "" {
 		flags = append(flags, "--mode="+string(l.mode))
 	}

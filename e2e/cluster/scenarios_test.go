@@ -3,11 +3,16 @@ package cluster
 import (
 	"errors"
 	"fmt"
+	"net/http"
 	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -60,6 +65,7 @@ var scenarios = []scenarioTest{
 	{"api-server-down-under-load", serverDown},
 	{"api-server-hangs-under-load", serverHangs},
 	{"compaction-while-away", compaction},
+	{"lost-event", lostEvent},
 	{"kube-proxys-command-line", dropIn},
 	{"render-of-the-cluster", renderOfCluster},
 	{"dashboard", dashboard},
@@ -497,6 +503,62 @@ func serverHangs(s *scenario) {
 	s.gone("n1a")
 	s.eventually("changes after it is back", servers(s.Client, at(svc, 4), "n2a", "n3a"))
 	s.endLoads()
+}
+
+// lostEvent: what is before the API server loses the event of a new endpoint, and the watch goes on. Whoever asks for a verification finds
+// that, and it is repaired.
+func lostEvent(s *scenario) {
+	front, err := s.cp.Front(s.World)
+	s.must(err)
+	dir := s.TempDir()
+	kubeconfig, socket := filepath.Join(dir, "kubeconfig"), filepath.Join(dir, "socket")
+	text, err := os.ReadFile(s.kubeconfig)
+	s.must(errors.Join(err, os.WriteFile(kubeconfig, text, 0o600), front.Redirect(s.cp, kubeconfig), s.daemon.Stop()))
+	defer func() {
+		s.must(s.daemon.Stop())
+		s.startDaemon(s.T)
+	}()
+	begun := time.Now()
+	s.startDaemon(s.T, "--kubeconfig="+kubeconfig, "--socket="+socket)
+	svc := s.service()
+	s.pod("n1a")
+	s.eventually("an endpoint", servers(s.Client, at(svc, 4), "n1a"))
+	list, err := s.cp.Admin.DiscoveryV1().EndpointSlices(s.namespace).List(s.Context(), metav1.ListOptions{})
+	s.must(err)
+	require.Len(s, list.Items, 1)
+	slice := list.Items[0].Name
+
+	lost, stop := front.Lose(slice)
+	s.pod("n2a")
+	s.eventually("a lost event", func() error {
+		if lost() == 0 {
+			return errors.New("none")
+		}
+		return nil
+	})
+	later := s.serviceNamed("later")
+	s.eventually("a later event", servers(s.Client, at(later, 4), "n1a", "n2a"))
+	stop()
+
+	binary, err := harness.Binary()
+	s.must(err)
+	want := fmt.Sprintf("EndpointSlice %s/%s: metadata.resourceVersion", s.namespace, slice)
+	asked := time.Now()
+	s.eventually("status --verify names the EndpointSlice", func() error {
+		out, err := s.Node1().Output(binary, "status", "--verify", "--socket="+socket)
+		if !strings.Contains(out, want) {
+			return fmt.Errorf("%v: %s", err, out)
+		}
+		return nil
+	})
+	s.eventually("both endpoints", servers(s.Client, at(svc, 4), "n1a", "n2a"))
+	s.Logf("repaired within %v of the question, %d events were lost", time.Since(asked).Round(time.Millisecond), lost())
+	code, body, err := s.Node1().Get(harness.HealthAddr, "/readyz?verify")
+	s.must(err)
+	if code != http.StatusServiceUnavailable || !strings.Contains(body, slice) {
+		s.Errorf("/readyz?verify soon after it: %d %s", code, body)
+	}
+	s.eventually("an event", func() error { return s.hasEvent(begun, "VerificationRepaired", want) })
 }
 
 // compaction: nodeproxy stands still while a Service goes, another changes, and the API server forgets how that came

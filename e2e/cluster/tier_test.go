@@ -12,7 +12,8 @@ import (
 )
 
 // inFirstTier are the scenarios of "make test" and of phase cluster-ipvs; takeOverInFirstTier is the take-over beside them, in mode iptables.
-var inFirstTier = []string{"rolling-update-under-load", "policies", "delete-and-recreate-same-ip", "daemon-killed-and-restarted-under-load"}
+var inFirstTier = []string{"rolling-update-under-load", "policies", "delete-and-recreate-same-ip", "daemon-killed-and-restarted-under-load",
+	"lost-event"}
 
 const takeOverInFirstTier = "take-over-from-iptables-by-iptables"
 
