@@ -209,7 +209,8 @@ func TestEveryRowHasAFigure(t *testing.T) {
 	}
 	n.summarize()
 	for _, key := range []string{
-		"cold", "cold cpu", "cold peak", "churned", "cold synced", "written", "idle", "wake-ups", "compared", "resident", "peak", "grown", "first", "last", "rate", "first times", "last times", "rate times",
+		"cold", "cold cpu", "cold peak", "churned", "cold synced", "written", "idle", "wake-ups", "verified", "verified cpu", "compared",
+		"resident", "peak", "grown", "first", "last", "rate", "first times", "last times", "rate times",
 	} {
 		n.figures[key] = 1
 	}

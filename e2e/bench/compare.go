@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
@@ -18,6 +19,7 @@ import (
 	"nodeproxy/e2e/probe"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
+	"nodeproxy/source"
 )
 
 // comparison is how a scenario compares proxies through a real API server.
@@ -408,6 +410,28 @@ func idle(_ context.Context, b *bench, n *node, _ int) {
 		}
 	}
 	n.figures["idle"], n.figures["wake-ups"] = used.Seconds()/lasted.Seconds(), woken/lasted.Seconds()
+}
+
+// verified is the step in which a nodeproxy is asked to verify objects, plan and kernel, and is at rest again.
+func verified(_ context.Context, b *bench, n *node, _ int) {
+	if n.name != nodeProxy {
+		return
+	}
+	before, begun := n.used(), time.Now()
+	var answer struct{ Verification source.Verification }
+	for !answer.Verification.Finished || answer.Verification.Began.Before(begun) { // It may be an earlier one's.
+		_, body, err := n.Get(harness.HealthAddr, "/readyz?verify")
+		check(errors.Join(err, json.Unmarshal([]byte(body), &answer)))
+		if time.Since(begun) > b.limit {
+			check(fmt.Errorf("a verification: %w (%s)", probe.ErrLate, b.limit))
+		}
+		time.Sleep(time.Second)
+	}
+	if !answer.Verification.Good() {
+		check(fmt.Errorf("a verification: %+v", answer.Verification))
+	}
+	n.rest()
+	n.figures["verified"], n.figures["verified cpu"] = answer.Verification.TookSeconds, (n.used() - before).Seconds()
 }
 
 // memory is the step that looks at that of the proxy itself.

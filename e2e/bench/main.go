@@ -52,7 +52,7 @@ var scenarios = []scenario{
 const shortRun = "changes=40 kube-proxy-changes=8 turns=2 rate-duration=30s idle=1m disturb=all"
 
 // lastSteps come when the turns are over.
-var lastSteps = []step{steady, disturbed, idle, memory}
+var lastSteps = []step{steady, disturbed, idle, verified, memory}
 
 // ipvsComparison is what scenario ipvs runs on a kernel with IPVS. A connection comes there within a millisecond or not at all; the prober
 // leaves the one processor of the test kernel, whose system calls are slow, to the proxy.

@@ -78,6 +78,8 @@ func worstRows(o *options) []row {
 		row{what: "CPU at rest, share of one processor", key: "idle", show: percent, most: 0.002},
 		row{what: "  wake-ups of its threads", key: "wake-ups", show: rate},
 		row{what: "  comparisons meanwhile", key: "compared", show: count, alone: true},
+		row{what: "CPU time of a verification of objects, plan and kernel", key: "verified cpu", show: seconds},
+		row{what: "  how long it takes", key: "verified", show: seconds},
 		row{what: "resident memory, at its highest until the cold start is over", key: "cold peak", show: mebibytes},
 		row{what: fmt.Sprintf("  after these %s of %d changes/s", o.rateDuration, o.rate), key: "churned", show: mebibytes},
 		row{what: "  at its highest in all", key: "peak", show: mebibytes, most: peakGoals[[2]int{slices.Max(o.services), o.endpoints}]},
