@@ -18,6 +18,7 @@ import (
 	"nodeproxy/inspect"
 	"nodeproxy/kernel/conntrack"
 	"nodeproxy/kernel/host"
+	"nodeproxy/kernel/netlink"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/metrics"
 	"nodeproxy/node/flows"
@@ -92,6 +93,9 @@ type machine struct {
 	// kernel takes the place of the kernel, in the type that the mode has for it; nil for the kernel itself. If it is not nil, it is all there is
 	// besides the API server: nothing of this machine is looked at, listened at or set.
 	kernel any
+	// conntrack and local are as Dial and Local in flows.Config.
+	conntrack func() (*netlink.Conn, error)
+	local     func(plan.Family) (*host.Local, error)
 }
 
 // real reports whether it is the machine that this process runs on.
@@ -211,6 +215,7 @@ func (d *daemon) build(f *front) error {
 	}
 	tracked := d.mode.flows
 	tracked.Families, tracked.ServiceCIDRs, tracked.Observe, tracked.Log = d.backend.Families(), known, flowsSwept(d.metrics), d.log
+	tracked.Dial, tracked.Local = d.machine.conntrack, d.machine.local
 	d.flows = flows.New(tracked)
 	d.proxier = proxier.New(proxier.Config{
 		NodeName: cfg.NodeName, NodeIP: nodeIP(cfg), Settings: cfg.Settings, Families: d.backend.Families(),
@@ -412,6 +417,7 @@ func (d *daemon) goBeside(ctx context.Context) {
 			}
 		})
 	}
+	d.running.Go(func() { d.flows.Run(ctx) })
 	d.running.Go(func() {
 		select {
 		case <-ctx.Done():
@@ -430,7 +436,6 @@ func (d *daemon) lookAround(ctx context.Context, claim *claim) {
 	if d.client != nil && !d.cfg.TakeOver { // As for other proxies, it is known and wanted with --take-over.
 		d.running.Go(func() { d.watchDaemonSet(ctx, daemonSetEvery) })
 	}
-	d.running.Go(func() { d.flows.Run(ctx) })
 	d.running.Go(func() {
 		d.saveMemory(ctx)
 		if growthUnset() {

@@ -32,7 +32,7 @@ func ReadLocal(f plan.Family) (*Local, error) {
 	if err != nil {
 		return nil, fmt.Errorf("reading the local addresses of %s: %w", f, err)
 	}
-	l := &Local{single: set.Set[netip.Addr]{}}
+	l := LocalOf()
 	for _, r := range list {
 		if p := prefixOf(r.Dst); p.IsSingleIP() {
 			l.single.Insert(p.Addr())
@@ -42,6 +42,9 @@ func ReadLocal(f plan.Family) (*Local, error) {
 	}
 	return l, nil
 }
+
+// LocalOf returns a Local of these addresses.
+func LocalOf(list ...netip.Addr) *Local { return &Local{single: set.Of(list...)} }
 
 // Contains reports whether an address is the machine's own.
 func (l *Local) Contains(a netip.Addr) bool {

@@ -17,12 +17,11 @@ func staleFlows(n int) []entry {
 // fakeReconciler knows a UDP Service at 10.96.0.10:53, on a machine without addresses.
 func fakeReconciler(k *conntracktest.Kernel, change func(*Config)) (*Reconciler, *plan.Plan) {
 	r, p := reconciling(func(c *Config) {
-		c.Families = []plan.Family{plan.IPv4}
+		c.Families, c.Dial = []plan.Family{plan.IPv4}, k.Dial
+		c.Local = func(plan.Family) (*host.Local, error) { return &host.Local{}, nil }
 		if change != nil {
 			change(c)
 		}
 	}, service("dns", plan.UDP, "10.96.0.10:53", "10.244.1.1:5353"))
-	r.table.Dial = k.Dial
-	r.local = func(plan.Family) (*host.Local, error) { return &host.Local{}, nil }
 	return r, p
 }

@@ -210,8 +210,7 @@ func TestLooksAgain(t *testing.T) {
 // TestNothingUDP: without anything to look for, nothing is read.
 func TestNothingUDP(t *testing.T) {
 	k := &conntracktest.Kernel{}
-	r, _ := reconciling(func(c *Config) { c.Families = []plan.Family{plan.IPv4} }, service("web", plan.TCP, "10.96.0.10:80"))
-	r.table.Dial = k.Dial
+	r, _ := reconciling(func(c *Config) { c.Families, c.Dial = []plan.Family{plan.IPv4}, k.Dial }, service("web", plan.TCP, "10.96.0.10:80"))
 	mustPass(t, r)
 	if len(k.Dumps) != 0 || !r.started {
 		t.Errorf("dumps %q", k.Dumps)
@@ -374,8 +373,7 @@ func TestRunAtOnce(t *testing.T) {
 // TestUnreadableAddresses: without the machine's addresses nothing is removed, and the error says what failed.
 func TestUnreadableAddresses(t *testing.T) {
 	k := &conntracktest.Kernel{Flows: staleFlows(1)}
-	r, _ := fakeReconciler(k, nil)
-	r.local = func(plan.Family) (*host.Local, error) { return nil, syscall.ENOBUFS }
+	r, _ := fakeReconciler(k, func(c *Config) { c.Local = func(plan.Family) (*host.Local, error) { return nil, syscall.ENOBUFS } })
 	if _, err := r.pass(t.Context()); !errors.Is(err, syscall.ENOBUFS) || k.Deleted != 0 {
 		t.Errorf("error %v, %d flows deleted", err, k.Deleted)
 	}

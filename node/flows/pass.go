@@ -171,7 +171,7 @@ func (r *Reconciler) removeStale(ctx context.Context, filters []conntrack.Filter
 	for _, f := range filters {
 		// Most often there is no flow whose address matters, and some machines have very many addresses.
 		if own[f.Family] == nil && !(f.Early && f.Dst.Addr.IsValid()) {
-			local, err := r.local(f.Family)
+			local, err := r.cfg.Local(f.Family)
 			if err != nil {
 				return errors.Join(append(errs, err)...)
 			}

@@ -11,6 +11,7 @@ import (
 
 	"nodeproxy/kernel/conntrack"
 	"nodeproxy/kernel/host"
+	"nodeproxy/kernel/netlink"
 	"nodeproxy/plan"
 )
 
@@ -32,6 +33,9 @@ type Config struct {
 	// StrayAnswers removes flows that began with an answer: where IPVS translates, they keep clients from an endpoint. See the
 	// package documentation.
 	StrayAnswers bool
+	// Dial opens a socket of connection tracking, and Local reads which addresses are the machine's own; nil for those of the kernel.
+	Dial  func() (*netlink.Conn, error)
+	Local func(plan.Family) (*host.Local, error)
 	// Observe, unless nil, is called after each sweep.
 	Observe func(Sweep)
 	Log     *slog.Logger
@@ -71,9 +75,7 @@ type Reconciler struct {
 	cfg  Config
 	wake chan struct{}
 
-	// Replaced by tests.
-	local func(plan.Family) (*host.Local, error)
-	again []time.Duration
+	again []time.Duration // replaced by tests
 
 	mu    sync.RWMutex
 	index *index
@@ -99,8 +101,11 @@ func New(cfg Config) *Reconciler {
 	if cfg.Observe == nil {
 		cfg.Observe = func(Sweep) {}
 	}
-	return &Reconciler{cfg: cfg, wake: make(chan struct{}, 1), local: host.ReadLocal, again: lookAgainAfter,
-		index: newIndex(&cfg)}
+	if cfg.Local == nil {
+		cfg.Local = host.ReadLocal
+	}
+	return &Reconciler{cfg: cfg, wake: make(chan struct{}, 1), again: lookAgainAfter, index: newIndex(&cfg),
+		table: conntrack.Table{Dial: cfg.Dial}}
 }
 
 // Backend makes the kernel's rules equal to a plan, as the proxier's does.
