@@ -81,6 +81,7 @@ var (
 			}
 			return fmt.Sprint("within ", most, " versions")
 		})},
+		{"flows-trouble", 2, (*world).troubleFlows},
 		{"tables-trouble", 5, func(w *world, r *rand.Rand) string {
 			w.troubled = true
 			return w.rules.suffer(r)
@@ -149,6 +150,7 @@ func (w *world) later(r *rand.Rand, most time.Duration, do func()) {
 // calm ends all trouble.
 func (w *world) calm() {
 	w.rules.calm()
+	w.calmFlows()
 	w.cluster.Lock()
 	defer w.cluster.Unlock()
 	w.cluster.Troubles, w.cluster.Lose, w.pace = nil, nil, 0
@@ -197,7 +199,13 @@ func address(f plan.Family, four, six string, n int) netip.Addr {
 
 var familyOf = map[v1.IPFamily]plan.Family{v1.IPv4Protocol: plan.IPv4, v1.IPv6Protocol: plan.IPv6}
 
-var portNames = []string{"a", "b"}
+// The ports that Services may have: their names, and the protocols, which the last digit of a frontend's port tells.
+var (
+	portNames = []string{"a", "b"}
+	protocols = []v1.Protocol{v1.ProtocolTCP, v1.ProtocolUDP}
+)
+
+func protocolOf(frontend uint16) plan.Protocol { return plan.Protocol(protocols[frontend%10]) }
 
 func (w *world) changeService(r *rand.Rand) string {
 	i := r.IntN(services)
@@ -214,7 +222,7 @@ func (w *world) changeService(r *rand.Rand) string {
 	}
 	s.Spec.ClusterIP = s.Spec.ClusterIPs[0]
 	for p, name := range portNames[:1+r.IntN(2)] {
-		port := v1.ServicePort{Name: name, Port: int32(80 + p), Protocol: v1.ProtocolTCP, TargetPort: intstr.FromInt(8080)}
+		port := v1.ServicePort{Name: name, Port: int32(80 + p), Protocol: protocols[p], TargetPort: intstr.FromInt(8080)}
 		if s.Spec.Type != v1.ServiceTypeClusterIP {
 			port.NodePort = int32(nodePort(i, p))
 		}
@@ -247,7 +255,7 @@ func (w *world) changeSliceNamed(name string, r *rand.Rand) string {
 		AddressType: map[plan.Family]discovery.AddressType{plan.IPv4: discovery.AddressTypeIPv4, plan.IPv6: discovery.AddressTypeIPv6}[f]}
 	ports := []int32{8080, 8080, 9090}
 	for p, name := range portNames[:1+r.IntN(2)] {
-		s.Ports = append(s.Ports, discovery.EndpointPort{Name: &name, Protocol: ptr.To(v1.ProtocolTCP), Port: ptr.To(ports[r.IntN(3)] + int32(p))})
+		s.Ports = append(s.Ports, discovery.EndpointPort{Name: &name, Protocol: &protocols[p], Port: ptr.To(ports[r.IntN(3)] + int32(p))})
 	}
 	var words []string
 	for n := range r.IntN(4) {

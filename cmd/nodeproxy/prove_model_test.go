@@ -10,6 +10,7 @@ import (
 
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/utils/ptr"
 
 	"nodeproxy/plan"
@@ -23,18 +24,30 @@ type model source.Batch
 
 // verdict says what must happen to a packet.
 func (m model) verdict(q plan.Packet) plan.Verdict {
-	services := slices.SortedFunc(maps.Values(m.Services), func(a, b *v1.Service) int { return cmp.Compare(a.Name, b.Name) })
-	for _, svc := range services { // Of two that ask for an address, the first in order has it.
+	svc, port, internal := m.owner(q)
+	if svc == nil {
+		return plan.Verdict{}
+	}
+	return m.decide(q, svc, port, internal)
+}
+
+// owner returns the Service that has the address and port that a packet goes to, the name of its port there, and whether this is a cluster IP.
+func (m model) owner(q plan.Packet) (svc *v1.Service, port string, internal bool) {
+	for _, name := range slices.SortedFunc(maps.Keys(m.Services), func(a, b types.NamespacedName) int { return cmp.Compare(a.Name, b.Name) }) {
+		svc := m.Services[name] // Of two that ask for an address, the first in order has it.
+		if svc == nil {
+			continue
+		}
 		for _, port := range svc.Spec.Ports {
 			at := func(ip string) bool { return netip.MustParseAddr(ip) == q.Dst && uint16(port.Port) == q.DstPort }
 			ofFamily := func(ip string) bool { return plan.FamilyOf(netip.MustParseAddr(ip)) == plan.FamilyOf(q.Dst) }
 			nodePort := q.DstLocal && port.NodePort != 0 && uint16(port.NodePort) == q.DstPort && slices.ContainsFunc(svc.Spec.ClusterIPs, ofFamily)
 			if internal := slices.ContainsFunc(svc.Spec.ClusterIPs, at); internal || nodePort || slices.ContainsFunc(svc.Spec.ExternalIPs, at) {
-				return m.decide(q, svc, port.Name, internal)
+				return svc, port.Name, internal
 			}
 		}
 	}
-	return plan.Verdict{}
+	return nil, "", false
 }
 
 // hasClusterIP reports whether an address is a cluster IP.
@@ -127,7 +140,7 @@ func (m model) endpoints(service, port string, f plan.Family) map[netip.AddrPort
 	}
 	out := map[netip.AddrPort]discovery.Endpoint{}
 	for _, s := range m.EndpointSlices {
-		if s.Labels[discovery.LabelServiceName] != service || string(s.AddressType) != f.String() {
+		if s == nil || s.Labels[discovery.LabelServiceName] != service || string(s.AddressType) != f.String() {
 			continue
 		}
 		for _, p := range s.Ports {

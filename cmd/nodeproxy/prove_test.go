@@ -101,6 +101,7 @@ func (s schedule) run(t *testing.T) (failure string, story []string, sum uint64)
 			w.rules.Lock()
 			w.look()
 			w.rules.Unlock()
+			w.talkAll()
 		}
 		w.end()
 		failure, sum = w.failure, w.trace.Sum64()

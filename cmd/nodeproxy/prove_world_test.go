@@ -22,6 +22,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"nodeproxy/config"
+	"nodeproxy/kernel/host"
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
 	"nodeproxy/proxier"
@@ -49,6 +50,7 @@ type world struct {
 	seed    uint64
 	cluster *apiservertest.Cluster
 	rules   nodeRules
+	flows   worldFlows
 	cfg     *config.Config
 	began   time.Time
 	silent  bool            // The API server may be back in time, or have sent an answer that does not end.
@@ -118,7 +120,7 @@ type probe struct {
 }
 
 func (p probe) packet() plan.Packet {
-	return plan.Packet{Src: p.from, Dst: p.to.Addr(), DstPort: p.to.Port(), Protocol: plan.TCP, Output: p.in == "", InInterface: p.in,
+	return plan.Packet{Src: p.from, Dst: p.to.Addr(), DstPort: p.to.Port(), Protocol: protocolOf(p.to.Port()), Output: p.in == "", InInterface: p.in,
 		SrcLocal: p.in == "", DstLocal: thisNode.Local(p.to.Addr())}
 }
 
@@ -141,6 +143,7 @@ func newWorld(t *testing.T, seed uint64, mode string) *world {
 		t.Fatal(err)
 	}
 	w.cfg.Servers, w.cfg.Socket, w.cfg.Conntrack, w.cfg.SysctlDir = config.Servers{UI: "false"}, "", config.Conntrack{}, t.TempDir()
+	w.flows.kernel.Flows = othersFlows()
 	w.rules = provenModes[mode].rules(w)
 	for _, f := range plan.Families {
 		w.foreign[f] = w.rules.others(f)
@@ -169,7 +172,8 @@ func (w *world) fail(format string, args ...any) {
 // start starts a nodeproxy.
 func (w *world) start() {
 	p, m := w.rules.start()
-	m.api = w.cluster
+	m.api, m.conntrack = w.cluster, w.flows.kernel.Dial
+	m.local = func(f plan.Family) (*host.Local, error) { return host.LocalOf(nodeAddress(f)), nil }
 	m.random = func(resource string, limit time.Duration) time.Duration { return w.draw("pause "+resource, limit) }
 	d, err := newDaemon(context.Background(), m, w.cfg, slog.New(slog.DiscardHandler))
 	if err != nil {
@@ -177,6 +181,7 @@ func (w *world) start() {
 		return
 	}
 	w.rules.Lock()
+	w.flows.restarted = w.daemon != nil
 	w.daemon, w.front, w.process, w.ended, w.known = d, newFront(), p, make(chan error, 1), w.emptyState()
 	w.first, w.firstVersion = w.oldest()
 	w.got, w.versions = batchOf(&apiservertest.Cluster{}, 0), map[string]int{}
@@ -302,6 +307,7 @@ func (w *world) look() {
 			continue // A chain that no Service needs may come into use, and others have changed it.
 		}
 		delete(w.disturbed, f)
+		w.holdsFlows(f)
 		for q := range w.probes(f) {
 			action := verdicts.Verdict(q.packet()).Action
 			if action == plan.Forward {
@@ -329,7 +335,7 @@ func (w *world) verified(text string) {
 
 // disturb notes that the tables of a family may not be as the daemon has left them.
 func (w *world) disturb(f plan.Family) {
-	w.disturbed[f] = time.Now()
+	w.disturbed[f], w.flows.disturbed = time.Now(), time.Now()
 	clear(w.heeded)
 	for q := range w.steady {
 		if q.to.Addr().Is4() == (f == plan.IPv4) {
@@ -360,6 +366,8 @@ func (w *world) changed(f plan.Family, by ruleWriter, input string) {
 		}
 		w.send(q, rules)
 	}
+	w.flows.written = time.Now()
+	w.talk(f, rules)
 }
 
 // send sends a packet.
@@ -416,6 +424,9 @@ func (w *world) end() {
 		}
 		for _, f := range plan.Families {
 			if why := cmp.Or(w.rules.differs(f, p, true), w.agrees(f, model(all))); why != "" {
+				w.fail("%s: %s", when, why)
+			}
+			if why := w.staleFlow(f, model(all)); why != "" {
 				w.fail("%s: %s", when, why)
 			}
 			if now := w.rules.others(f); now != w.foreign[f] {
