@@ -154,7 +154,7 @@ func (b *bench) late(n *node, err error, keys ...string) {
 		}
 	}
 	n.process.Stop()
-	b.progress("%s: not within %s", n.name, b.limit)
+	b.progress("%s: not within %s: %v", n.name, b.limit, err)
 }
 
 // coldStart starts the node's proxy on a node without rules, and leaves it frozen. What it takes is the time from before the process
@@ -338,7 +338,7 @@ func additions(ctx context.Context, b *bench, n *node, turn int) {
 				check(err)
 			}
 			took, err := n.await(b.prober, begun, s, 1, b.limit, s.has)
-			check(errors.Join(<-sent, err), "new service "+s.name)
+			check(errors.Join(<-sent, err), fmt.Sprintf("new service %s at %s", s.name, s.addr))
 			n.series["added"] = append(n.series["added"], took)
 			time.Sleep(b.settle)
 		}
