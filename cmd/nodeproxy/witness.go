@@ -43,14 +43,21 @@ type witness struct {
 	ctx     context.Context // of the daemon
 
 	mu      sync.Mutex
-	last    source.Verification // that has ended, or is under way
-	running chan struct{}       // closed at the end of the one under way; nil for none
+	last    *outcome
+	running bool          // the last one is under way
+	wanted  chan struct{} // has a value while it is, and run does not verify yet
+}
+
+// outcome is a verification that has ended or is under way.
+type outcome struct {
+	source.Verification
+	ended chan struct{} // closed when it has
 }
 
 // newWitness makes the witness of a daemon that has all other parts.
 func (d *daemon) newWitness() *witness {
 	w := &witness{objects: d.verifyObjects, proxier: d.proxier, drift: d.drift, metrics: d.metrics,
-		log: d.log, ctx: d.ctx, random: rand.N[time.Duration],
+		log: d.log, ctx: d.ctx, random: rand.N[time.Duration], last: &outcome{}, wanted: make(chan struct{}, 1),
 		event: func(text string) { d.event("VerificationRepaired", "Verify", text) }}
 	if d.machine.random != nil {
 		w.random = func(limit time.Duration) time.Duration { return d.machine.random("verification", limit) }
@@ -58,15 +65,19 @@ func (d *daemon) newWitness() *witness {
 	return w
 }
 
-// run verifies now and then until ctx ends.
+// run verifies now and then, and whenever one is wanted, until ctx ends.
 func (w *witness) run(ctx context.Context) {
-	for pause := w.random(w.pause()); ; pause = w.pause() + w.random(w.pause()/2) {
+	next := time.After(w.random(w.pause()))
+	for {
 		select {
 		case <-ctx.Done():
 			return
-		case <-time.After(pause):
+		case <-next:
+			w.begin()
+			next = time.After(w.pause() + w.random(w.pause()/2))
+		case <-w.wanted:
+			w.verify()
 		}
-		w.ask(ctx, 0)
 	}
 }
 
@@ -79,33 +90,37 @@ func (w *witness) pause() time.Duration {
 	return max(verifyEvery, time.Duration(n)*verifyPerObject)
 }
 
-// ask returns the result of a verification that goes on already, or has begun within a time, or of another. It is not finished where ctx ends
-// before.
-func (w *witness) ask(ctx context.Context, within time.Duration) source.Verification {
-	w.mu.Lock()
-	if w.running == nil && (w.last.Began.IsZero() || time.Since(w.last.Began) >= within) {
-		w.last, w.running = source.Verification{Began: time.Now(), Compared: []source.Compared{}, Differences: []source.Difference{}}, make(chan struct{})
-		go w.verify(w.running)
-	}
-	running := w.running
-	w.mu.Unlock()
-	if running != nil {
-		select {
-		case <-running:
-		case <-ctx.Done():
-		}
-	}
+// begin returns the verification that is under way or has begun a while ago, or has run begin another.
+func (w *witness) begin() *outcome {
+	within := w.pause() / verifyAsked
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	if !w.last.Whole() {
+		within = verifyEvery / verifyAsked
+	}
+	if !w.running && (w.last.Began.IsZero() || time.Since(w.last.Began) >= within) {
+		w.last = &outcome{ended: make(chan struct{}),
+			Verification: source.Verification{Began: time.Now(), Compared: []source.Compared{}, Differences: []source.Difference{}}}
+		w.running = true
+		w.wanted <- struct{}{} // There is room: run takes it before it verifies.
+	}
 	return w.last
 }
 
-// asked is ask for those who may ask as often as they like.
+// asked returns the result of begin. It is not finished where ctx ends before, or the daemon does.
 func (w *witness) asked(ctx context.Context) source.Verification {
-	return w.ask(ctx, w.pause()/verifyAsked)
+	o := w.begin()
+	select {
+	case <-o.ended:
+	case <-ctx.Done():
+	case <-w.ctx.Done():
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return o.Verification
 }
 
-func (w *witness) verify(ended chan struct{}) {
+func (w *witness) verify() {
 	began := time.Now()
 	if w.objects != nil {
 		ctx, cancel := context.WithTimeout(w.ctx, verifyObjects)
@@ -123,9 +138,9 @@ func (w *witness) verify(ended chan struct{}) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.last.TookSeconds, w.last.Finished = time.Since(began).Seconds(), w.ctx.Err() == nil
-	w.running = nil
-	close(ended)
-	w.metrics.Verified(w.last)
+	close(w.last.ended)
+	w.running = false
+	w.metrics.Verified(w.last.Verification)
 }
 
 // add adds to the result, and reports what was found. What is found in the kernel the driftReporter has reported.

@@ -44,6 +44,7 @@ func TestWitness(t *testing.T) {
 				ClusterIPs: []string{"10.96.0.10"}, Ports: []v1.ServicePort{{Name: "a", Port: 80, Protocol: v1.ProtocolTCP}}}})
 			w.start()
 			time.Sleep(time.Minute) // in simulated time: everything is programmed
+			synctest.Wait()
 			ask := func() (code int, v source.Verification) {
 				r := httptest.NewRecorder()
 				w.daemon.monitor.node.Handler().ServeHTTP(r, httptest.NewRequest("GET", "/readyz?verify", nil))
@@ -80,7 +81,12 @@ func TestWitness(t *testing.T) {
 				}
 			}
 			synctest.Wait()
-			for len(w.daemon.witness.last.Differences) == 0 {
+			last := func() source.Verification {
+				w.daemon.witness.mu.Lock()
+				defer w.daemon.witness.mu.Unlock()
+				return w.daemon.witness.last.Verification
+			}
+			for len(last().Differences) == 0 {
 				time.Sleep(time.Second) // in simulated time
 				if synctest.Wait(); time.Since(lost) > least {
 					t.Fatalf("not found within %v", least)
@@ -89,7 +95,7 @@ func TestWitness(t *testing.T) {
 			t.Logf("asked: %t, found after %v", asks, time.Since(lost))
 			time.Sleep(5 * time.Second) // in simulated time: it is repaired
 			synctest.Wait()
-			v := w.daemon.witness.last
+			v := last()
 			want := "EndpointSlice default/s0-0: metadata.resourceVersion: the API server has version "
 			if !v.Finished || len(v.Differences) != 1 || !strings.HasPrefix(v.Differences[0].String(), want) {
 				t.Errorf("the verification: %+v", v)
@@ -113,7 +119,7 @@ func TestWitness(t *testing.T) {
 func TestWitnessReports(t *testing.T) {
 	var logged bytes.Buffer
 	var events []string
-	w := &witness{log: slog.New(slog.NewTextHandler(&logged, nil)), event: func(text string) { events = append(events, text) }}
+	w := &witness{last: &outcome{}, log: slog.New(slog.NewTextHandler(&logged, nil)), event: func(text string) { events = append(events, text) }}
 	w.add(nil, []source.Difference{{Part: source.PartKernel, Object: "kernel", Detail: "1 rule"}})
 	if logged.Len() > 0 || len(events) > 0 || len(w.last.Differences) != 1 {
 		t.Errorf("of the kernel, %s, events %q, %v", &logged, events, w.last.Differences)
