@@ -23,7 +23,6 @@ import (
 	"nodeproxy/kernel/conntrack"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/host"
-	"nodeproxy/kernel/ipvs"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/nft"
 	"nodeproxy/kernel/xtables"
@@ -62,17 +61,17 @@ type Config struct {
 	// Compared, unless nil, receives the result of each comparison of everything with the kernel, once for all families: what
 	// differed from what had been written. The first sync and the one after an error do not know that. It must not block.
 	Compared func(drift.Report)
-	Log      *slog.Logger
+	// Node, unless nil, takes the place of this node, but for kernel settings.
+	Node *Node
+	Log  *slog.Logger
 }
 
 // Backend keeps virtual servers and their other objects equal to a plan. Sync is not safe for concurrent use.
 type Backend struct {
 	backend.PerFamily[*engine]
-	cfg     Config
-	servers *ipvs.Servers
-	handles *handles
-	device  *host.Device
-	tables  []*xtables.Tables
+	cfg    Config
+	node   *Node
+	device ownDevice
 
 	settings sync.Mutex // held while sysctls is used
 	sysctls  sysctlKeeper
@@ -81,14 +80,14 @@ type Backend struct {
 // New finds out what the node supports, and sets the sysctls that IPVS needs. An error names what is missing and what to do about
 // it; nothing has been programmed then.
 func New(cfg Config) (*Backend, error) {
-	h, err := openHandles(&cfg)
+	n, err := openNode(&cfg)
 	if err != nil {
 		return nil, cannot(err)
 	}
-	b := &Backend{cfg: cfg, servers: h.servers, handles: h}
+	b := &Backend{cfg: cfg, node: n}
 	b.Compared, b.Log, b.Shared = cfg.Compared, cfg.Log, b.repairSysctls // The engines wait for each other: both need the kernel's lock on IPVS.
-	if err := b.open(h); err != nil {
-		h.close()
+	if err := b.open(); err != nil {
+		n.close()
 		if b.device != nil {
 			_ = b.device.Close()
 		}
@@ -108,9 +107,9 @@ func cannot(err error) error {
 // Check returns the error that New would return, as far as that is known without changes. It may load kernel modules and changes
 // nothing else. What is not an error is only logged.
 func Check(cfg Config) error {
-	h, err := openHandles(&cfg)
+	n, err := openNode(&cfg)
 	if err == nil {
-		defer h.close()
+		defer n.close()
 		_, err = setSysctls(cfg, true)
 	}
 	return cannot(err)
@@ -119,66 +118,68 @@ func Check(cfg Config) error {
 // Prepare does the part of New that needs more rights than programming: it loads kernel modules and sets the sysctls. Its error is
 // the one that New would return without these.
 func Prepare(cfg Config) error {
-	h, err := openKernel(cmp.Or(cfg.Scheduler, DefaultScheduler))
+	n, err := openKernel(cmp.Or(cfg.Scheduler, DefaultScheduler))
 	if err != nil {
 		return cannot(err)
 	}
-	defer h.close()
+	defer n.close()
 	if _, err := setSysctls(cfg, false); err != nil {
 		return cannot(err)
 	}
 	// Asking for a scheduler loads it.
-	if missing := slices.DeleteFunc(slices.Clone(plan.Schedulers), h.servers.HasScheduler); len(missing) > 0 {
+	if missing := slices.DeleteFunc(slices.Clone(plan.Schedulers), n.Servers.HasScheduler); len(missing) > 0 {
 		cfg.Log.Info("this kernel lacks some IPVS schedulers; Services that ask for one of them get the default one",
 			"schedulers", strings.Join(missing, ", "))
 	}
 	return nil
 }
 
-func (b *Backend) open(h *handles) error {
-	for _, err := range h.missing {
+func (b *Backend) open() error {
+	n := b.node
+	for _, err := range n.missing {
 		b.cfg.Log.Warn("Services of this family are not proxied", "error", err)
 	}
-	available := &schedulers{has: h.servers.HasScheduler, known: map[string]bool{}, warn: b.cfg.Warn}
+	available := &schedulers{has: n.Servers.HasScheduler, known: map[string]bool{}, warn: b.cfg.Warn}
 	b.cfg.Unavailable = available.lacks
 	kept, err := setSysctls(b.cfg, false)
 	if err != nil {
 		return err
 	}
 	b.sysctls = sysctlKeeper{list: kept, dir: b.cfg.sysctlDir(), log: b.cfg.Log, warned: map[string]bool{}}
-	if err := b.servers.SetTimeouts(b.cfg.TCPTimeout, b.cfg.TCPFinTimeout, b.cfg.UDPTimeout); err != nil {
+	if err := n.Servers.SetTimeouts(b.cfg.TCPTimeout, b.cfg.TCPFinTimeout, b.cfg.UDPTimeout); err != nil {
 		return err
 	}
-	d, err := host.OpenDevice(names.Device)
-	if err != nil {
+	if b.device, err = n.Device(); err != nil {
 		return err
 	}
-	b.device = d
-	if h.tables[plan.IPv6] != nil {
-		if err := d.EnableIPv6(b.cfg.sysctlDir()); err != nil {
+	if n.Tables[plan.IPv6] != nil {
+		if err := b.device.EnableIPv6(b.cfg.sysctlDir()); err != nil {
 			b.cfg.Log.Warn("Services of IPv6 are not proxied", "error", err)
-			delete(h.tables, plan.IPv6)
+			delete(n.Tables, plan.IPv6)
 		}
 	}
 	for _, f := range b.cfg.Families {
-		if t := h.tables[f]; t != nil {
-			b.Engines = append(b.Engines, b.engine(f, t, h, d))
+		if t := n.Tables[f]; t != nil {
+			b.Engines = append(b.Engines, b.engine(f, t))
 		}
 	}
 	return nil
 }
 
-func (b *Backend) engine(f plan.Family, t *xtables.Tables, h *handles, d *host.Device) *engine {
-	options := b.cfg.Options
-	options.RandomFully, options.TCPLiberal = t.Program().RandomFully, conntrack.TCPLiberal()
-	b.cfg.Log.Info("using IPVS", "program", t.Program().Describe(), "scheduler", options.Scheduler)
-	if options.WholeAddresses = h.ports[f] == nil; options.WholeAddresses {
+func (b *Backend) engine(f plan.Family, t *xtables.Tables) *engine {
+	options, program := b.cfg.Options, "none"
+	options.RandomFully, options.TCPLiberal = true, conntrack.TCPLiberal()
+	if p, is := t.Kernel.(*xtables.Program); is {
+		options.RandomFully, program = p.RandomFully, p.Describe()
+	}
+	b.cfg.Log.Info("using IPVS", "program", program, "scheduler", options.Scheduler)
+	if options.WholeAddresses = b.node.Ports[f] == nil; options.WholeAddresses {
 		b.cfg.Log.Warn("all ports of external IPs are this node's, even if another host has the address: give Services addresses of"+
 			" their own", "family", f, "error", nftrules.ErrNoPorts)
 	}
 	e := &engine{
 		family: f, options: options, onRefused: b.cfg.Refused, exclude: b.cfg.ExcludeCIDRs, grace: b.cfg.GracePeriod,
-		log: b.cfg.Log, mostAtOnce: mostAtOnce, machine: h.machine(f, d),
+		log: b.cfg.Log, mostAtOnce: b.node.MostAtOnce, machine: b.node.machine(f, b.device),
 	}
 	e.machine.tables = t
 	if e.machine.guard == nil {
@@ -191,14 +192,13 @@ func (b *Backend) engine(f plan.Family, t *xtables.Tables, h *handles, d *host.D
 			b.cfg.RestoreFailed(f)
 		}
 	}
-	b.tables = append(b.tables, t)
 	return e
 }
 
 // Close closes the backend's sockets and leaves what it has programmed. Neither Sync, Run nor Watch may run during or after it. A
 // reader of traffic continues to work: metrics are read until the next backend replaces this one.
 func (b *Backend) Close() error {
-	b.handles.close()
+	b.node.close()
 	return b.device.Close()
 }
 
@@ -240,7 +240,7 @@ func (b *Backend) Run(ctx context.Context, changed func()) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	wg.Go(func() {
-		watch <- others.Watch(ctx, quiet, func() {
+		watch <- b.node.WatchHost(ctx, quiet, func() {
 			again := false
 			for _, e := range b.Engines {
 				again = e.follow() || again

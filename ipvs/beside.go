@@ -40,7 +40,7 @@ func (e *engine) CompareBeside(ctx context.Context) (found drift.Found, again bo
 			return found, true, err
 		}
 	}
-	kernel, closeAll, err := e.machine.reader()
+	kernel, closeAll, err := e.machine.beside()
 	if err != nil {
 		return found, true, err
 	}

@@ -15,6 +15,7 @@ import (
 	"pgregory.net/rapid"
 
 	"nodeproxy/internal/set"
+	"nodeproxy/ipvs/ipvstest"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
@@ -24,13 +25,13 @@ import (
 )
 
 // beside has an engine read beside syncs by lists in two parts, and calls during before each part. It returns how many are open.
-func beside(e *engine, k *fakeKernel, during func()) (open func() int) {
+func beside(e *engine, k *ipvstest.Kernel, during func()) (open func() int) {
 	n := 0
-	e.machine.reader = func() (machine, func(), error) {
+	e.machine.reader = func() (servers, ipsets, device, func(), error) {
 		n++
 		p := parts{during}
-		m := machine{servers: serversInParts{fakeServers{k}, p}, sets: setsInParts{fakeSets{k}, p}, device: deviceInParts{fakeDevice{k}, p}}
-		return m, func() { n-- }, nil
+		return serversInParts{ipvstest.Servers{Kernel: k}, p}, setsInParts{ipvstest.Sets{Kernel: k}, p}, deviceInParts{ipvstest.Device{Kernel: k}, p},
+			func() { n-- }, nil
 	}
 	return func() int { return n }
 }
@@ -38,12 +39,12 @@ func beside(e *engine, k *fakeKernel, during func()) (open func() int) {
 type parts struct{ during func() }
 
 type serversInParts struct {
-	fakeServers
+	ipvstest.Servers
 	parts
 }
 
 func (s serversInParts) Each(_ plan.Family, each func(*ipvs.ActualServer)) error {
-	list, err := inParts(s.parts, s.list)
+	list, err := inParts(s.parts, s.List)
 	for _, v := range list {
 		each(v)
 	}
@@ -56,13 +57,13 @@ func asKnown(e *engine, r *reading) func(*ipvs.ActualServer) *actualServer {
 }
 
 type setsInParts struct {
-	fakeSets
+	ipvstest.Sets
 	parts
 }
 
 func (s setsInParts) Entries(of ipset.Set, begin func(), each func(ipset.Entry)) error {
 	list, err := inParts(s.parts, func() (map[ipset.Entry]struct{}, error) {
-		return set.Of(slices.Collect(maps.Values(s.set[of.Name]))...), nil
+		return set.Of(slices.Collect(maps.Values(s.Set[of.Name]))...), nil
 	})
 	begin()
 	for e := range list {
@@ -72,12 +73,12 @@ func (s setsInParts) Entries(of ipset.Set, begin func(), each func(ipset.Entry))
 }
 
 type deviceInParts struct {
-	fakeDevice
+	ipvstest.Device
 	parts
 }
 
 func (d deviceInParts) Addresses(f plan.Family) (set.Set[netip.Addr], error) {
-	return inParts(d.parts, func() (set.Set[netip.Addr], error) { return d.fakeDevice.Addresses(f) })
+	return inParts(d.parts, func() (set.Set[netip.Addr], error) { return d.Device.Addresses(f) })
 }
 
 // inParts lists one half of what there is, and then the other half of what there is then.
@@ -98,42 +99,42 @@ func inParts[K comparable, V any, M ~map[K]V](p parts, list func() (M, error)) (
 // faults are what another program does to a kernel that large(3) is programmed in, and in what words each is found.
 var faults = []struct {
 	name string
-	do   func(k *fakeKernel, id ipvs.ServerID)
+	do   func(k *ipvstest.Kernel, id ipvs.ServerID)
 	want string
 }{
-	{"a virtual server removed", func(k *fakeKernel, id ipvs.ServerID) { delete(k.virtual, id) }, "virtual server TCP 10.96.0.10:80: missing"},
-	{"its scheduler", func(k *fakeKernel, id ipvs.ServerID) { k.virtual[id].Scheduler = "sh" }, "virtual server TCP 10.96.0.10:80: changed"},
-	{"another forwarding method", func(k *fakeKernel, id ipvs.ServerID) { k.virtual[id].Foreign = true },
+	{"a virtual server removed", func(k *ipvstest.Kernel, id ipvs.ServerID) { delete(k.Virtual, id) }, "virtual server TCP 10.96.0.10:80: missing"},
+	{"its scheduler", func(k *ipvstest.Kernel, id ipvs.ServerID) { k.Virtual[id].Scheduler = "sh" }, "virtual server TCP 10.96.0.10:80: changed"},
+	{"another forwarding method", func(k *ipvstest.Kernel, id ipvs.ServerID) { k.Virtual[id].Foreign = true },
 		"virtual server TCP 10.96.0.10:80: missing"},
-	{"a virtual server added", func(k *fakeKernel, id ipvs.ServerID) {
-		v := *k.virtual[id]
+	{"a virtual server added", func(k *ipvstest.Kernel, id ipvs.ServerID) {
+		v := *k.Virtual[id]
 		v.ID.Port, v.RealServers = 81, map[netip.AddrPort]ipvs.ActualRealServer{}
-		k.virtual[v.ID] = &v
+		k.Virtual[v.ID] = &v
 	}, "virtual server TCP 10.96.0.10:81: unexpected"},
-	{"a real server removed", func(k *fakeKernel, id ipvs.ServerID) { delete(k.virtual[id].RealServers, firstOf(k, id).Addr) },
+	{"a real server removed", func(k *ipvstest.Kernel, id ipvs.ServerID) { delete(k.Virtual[id].RealServers, firstOf(k, id).Addr) },
 		"real server 10.244.0.0:8080 of virtual server TCP 10.96.0.10:80: missing"},
-	{"its weight", func(k *fakeKernel, id ipvs.ServerID) {
+	{"its weight", func(k *ipvstest.Kernel, id ipvs.ServerID) {
 		d := firstOf(k, id)
 		d.Weight = 0
-		k.virtual[id].RealServers[d.Addr] = d
+		k.Virtual[id].RealServers[d.Addr] = d
 	}, "weight 0 in place of 1: changed"},
-	{"an entry removed", func(k *fakeKernel, id ipvs.ServerID) {
-		delete(k.set["KUBE-CLUSTER-IP"], ipset.Entry{Addr: id.Addr, Protocol: id.Protocol, Port: id.Port})
+	{"an entry removed", func(k *ipvstest.Kernel, id ipvs.ServerID) {
+		delete(k.Set["KUBE-CLUSTER-IP"], ipset.Entry{Addr: id.Addr, Protocol: id.Protocol, Port: id.Port})
 	}, "set element 10.96.0.10,tcp:80 of set KUBE-CLUSTER-IP: missing"},
-	{"an entry added", func(k *fakeKernel, id ipvs.ServerID) {
+	{"an entry added", func(k *ipvstest.Kernel, id ipvs.ServerID) {
 		e := ipset.Entry{Addr: id.Addr, Protocol: plan.UDP, Port: id.Port}
-		k.set["KUBE-NO-ENDPOINTS"][e] = e
+		k.Set["KUBE-NO-ENDPOINTS"][e] = e
 	}, "set element 10.96.0.10,udp:80 of set KUBE-NO-ENDPOINTS: unexpected"},
-	{"an address removed", func(k *fakeKernel, id ipvs.ServerID) { delete(k.addresses, id.Addr) },
+	{"an address removed", func(k *ipvstest.Kernel, id ipvs.ServerID) { delete(k.Addresses, id.Addr) },
 		"address 10.96.0.10 of interface kube-ipvs0: missing"},
-	{"an address added", func(k *fakeKernel, _ ipvs.ServerID) { k.addresses.Insert(netip.MustParseAddr("192.0.2.77")) },
+	{"an address added", func(k *ipvstest.Kernel, _ ipvs.ServerID) { k.Addresses.Insert(netip.MustParseAddr("192.0.2.77")) },
 		"address 192.0.2.77 of interface kube-ipvs0: unexpected"},
-	{"its entry removed", func(k *fakeKernel, id ipvs.ServerID) { delete(k.set["KUBE-IPVS-IPS"], ipset.Entry{Addr: id.Addr}) },
+	{"its entry removed", func(k *ipvstest.Kernel, id ipvs.ServerID) { delete(k.Set["KUBE-IPVS-IPS"], ipset.Entry{Addr: id.Addr}) },
 		"set element 10.96.0.10 of set KUBE-IPVS-IPS: missing"},
 }
 
-func firstOf(k *fakeKernel, id ipvs.ServerID) ipvs.ActualRealServer {
-	return k.virtual[id].RealServers[slices.MinFunc(slices.Collect(maps.Keys(k.virtual[id].RealServers)), netip.AddrPort.Compare)]
+func firstOf(k *ipvstest.Kernel, id ipvs.ServerID) ipvs.ActualRealServer {
+	return k.Virtual[id].RealServers[slices.MinFunc(slices.Collect(maps.Keys(k.Virtual[id].RealServers)), netip.AddrPort.Compare)]
 }
 
 // TestCompareBeside: what another program changes is found, named and repaired without a sync of everything. If it is much, or of what only
@@ -147,33 +148,33 @@ func TestCompareBeside(t *testing.T) {
 	p := large(3)
 	require.True(t, b.Compare(t.Context()), "nothing is known, and no sync has to find out")
 	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
-	id, want := slices.SortedFunc(maps.Keys(k.virtual), compareServers)[0], k.text()
+	id, want := slices.SortedFunc(maps.Keys(k.Virtual), compareServers)[0], k.Text()
 	for _, f := range faults {
 		f.do(k, id)
 		if again := b.Compare(t.Context()); again || len(last.Found) != 1 || last.Err != nil || !strings.Contains(last.Found.Words(1), f.want) {
 			t.Errorf("%s: again %t, found %s, %v; want %s", f.name, again, last.Found.Words(5), last.Err, f.want)
 		}
-		if k.text() != want {
-			t.Errorf("%s: it is not as before:\n%s\nwant\n%s", f.name, k.text(), want)
+		if k.Text() != want {
+			t.Errorf("%s: it is not as before:\n%s\nwant\n%s", f.name, k.Text(), want)
 		}
 		if again := b.Compare(t.Context()); again || len(last.Found) > 0 {
 			t.Errorf("%s: after the repair: again %t, found %s", f.name, again, last.Found.Words(5))
 		}
 	}
-	delete(k.set, "KUBE-CLUSTER-IP")
-	k.local[netip.MustParsePrefix("192.0.2.0/24")] = netip.Addr{}
+	delete(k.Set, "KUBE-CLUSTER-IP")
+	k.Local[netip.MustParsePrefix("192.0.2.0/24")] = netip.Addr{}
 	for _, what := range []string{"a set is gone", "there is another route"} {
 		if !b.Compare(t.Context()) {
 			t.Errorf("%s, and no sync has to follow", what)
 		}
 	}
 	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
-	if k.text() != want {
-		t.Errorf("it is not as before:\n%s\nwant\n%s", k.text(), want)
+	if k.Text() != want {
+		t.Errorf("it is not as before:\n%s\nwant\n%s", k.Text(), want)
 	}
 	p = large(mostBeside + 1)
 	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
-	clear(k.virtual)
+	clear(k.Virtual)
 	if !b.Compare(t.Context()) || e.Sync(t.Context(), p, plan.Everything()) != nil || len(e.Found) != len(p.Services) {
 		t.Errorf("where much is gone, a sync finds %s", e.Found.Words(3))
 	}
@@ -200,7 +201,7 @@ func TestCompareDuringChanges(t *testing.T) {
 			for _, p := range append(next, p) {
 				for _, sp := range p.Services {
 					for _, ep := range sp.All() {
-						k.connections[ep.Addr] = 1
+						k.Connections[ep.Addr] = 1
 					}
 				}
 			}
@@ -250,34 +251,34 @@ func TestCompareDuringChanges(t *testing.T) {
 		if err != nil || again || len(found) > meddled || len(e.readings) > 0 {
 			t.Fatalf("found %s, again %t, %v; %d readings are under way", found.Words(5), again, err, len(e.readings))
 		}
-		clear(k.connections)
+		clear(k.Connections)
 		require.NoError(t, e.drain(time.Now()))
 		fresh, want := fakeEngine(f, testOptions)
 		require.NoError(t, fresh.Sync(t.Context(), p, plan.Everything()))
-		if k.text() != want.text() {
-			t.Fatalf("after %d changes of others, the kernel holds\n%s\ninstead of\n%s", meddled, k.text(), want.text())
+		if k.Text() != want.Text() {
+			t.Fatalf("after %d changes of others, the kernel holds\n%s\ninstead of\n%s", meddled, k.Text(), want.Text())
 		}
 	})
 }
 
 // meddling removes something at random, and returns how many things.
-func meddling(t *rapid.T, k *fakeKernel) int {
+func meddling(t *rapid.T, k *ipvstest.Kernel) int {
 	draw := func(n int) int { return rapid.IntRange(0, n-1).Draw(t, "which") }
 	switch rapid.IntRange(0, 2).Draw(t, "kind") {
 	case 0:
-		if ids := slices.SortedFunc(maps.Keys(k.virtual), compareServers); len(ids) > 0 {
-			delete(k.virtual, ids[draw(len(ids))])
+		if ids := slices.SortedFunc(maps.Keys(k.Virtual), compareServers); len(ids) > 0 {
+			delete(k.Virtual, ids[draw(len(ids))])
 			return 1
 		}
 	case 1:
-		if list := slices.SortedFunc(maps.Keys(k.addresses), netip.Addr.Compare); len(list) > 0 {
+		if list := slices.SortedFunc(maps.Keys(k.Addresses), netip.Addr.Compare); len(list) > 0 {
 			a := list[draw(len(list))]
-			k.addresses.Delete(a)
-			k.unrouted.Delete(a)
+			k.Addresses.Delete(a)
+			k.Unrouted.Delete(a)
 			return 2 // It may be unrouted too.
 		}
 	case 2:
-		if entries := k.set["KUBE-CLUSTER-IP"]; len(entries) > 0 {
+		if entries := k.Set["KUBE-CLUSTER-IP"]; len(entries) > 0 {
 			for e := range entries {
 				delete(entries, e)
 				return 1
@@ -289,14 +290,14 @@ func meddling(t *rapid.T, k *fakeKernel) int {
 
 // waiting is a table of rules whose lock another program holds until it is released.
 type waiting struct {
-	fakeTables
+	ipvstest.Tables
 	began, release chan struct{}
 }
 
 func (w waiting) Sync(ctx context.Context, x xtables.Desired) (int, error) {
 	close(w.began)
 	<-w.release
-	return w.fakeTables.Sync(ctx, x)
+	return w.Tables.Sync(ctx, x)
 }
 
 // TestChangesDoNotWait: a change is made while a comparison waits for the lock of iptables, and while it reads.
@@ -306,7 +307,7 @@ func TestChangesDoNotWait(t *testing.T) {
 	p := large(3)
 	key := p.Sorted(plan.IPv4)[0].Key
 	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
-	w := waiting{fakeTables{k}, make(chan struct{}), make(chan struct{})}
+	w := waiting{ipvstest.Tables{Kernel: k}, make(chan struct{}), make(chan struct{})}
 	reads, goOn := make(chan struct{}), make(chan struct{})
 	var once sync.Once
 	beside(e, k, func() {
@@ -339,8 +340,8 @@ func TestChangesDoNotWait(t *testing.T) {
 	require.NoError(t, e.drain(time.Now()))
 	fresh, want := fakeEngine(plan.IPv4, testOptions)
 	require.NoError(t, fresh.Sync(t.Context(), p, plan.Everything()))
-	if k.text() != want.text() {
-		t.Errorf("the kernel holds\n%s\ninstead of\n%s", k.text(), want.text())
+	if k.Text() != want.Text() {
+		t.Errorf("the kernel holds\n%s\ninstead of\n%s", k.Text(), want.Text())
 	}
 }
 
@@ -355,7 +356,7 @@ func TestCompareLetsChangesBetween(t *testing.T) {
 	now, err := e.machine.read(plan.IPv4, r.marks, nil, asKnown(e, r))
 	require.NoError(t, err)
 	gone := list[0].Frontends[0]
-	delete(k.virtual, ipvs.ServerID{Family: plan.IPv4, Protocol: gone.Protocol, Addr: gone.Addr, Port: gone.Port})
+	delete(k.Virtual, ipvs.ServerID{Family: plan.IPv4, Protocol: gone.Protocol, Addr: gone.Addr, Port: gone.Port})
 	now.servers.Delete(ipvs.ServerID{Family: plan.IPv4, Protocol: gone.Protocol, Addr: gone.Addr, Port: gone.Port})
 	var running sync.WaitGroup
 	running.Go(func() {
@@ -370,8 +371,8 @@ func TestCompareLetsChangesBetween(t *testing.T) {
 	found, again, err := e.settle(r, now)
 	e.endReading(r)
 	running.Wait()
-	if err != nil || again || len(found) != 1 || len(k.virtual) != len(list)-499 {
-		t.Errorf("found %s, again %t, %v; there are %d virtual servers", found.Words(5), again, err, len(k.virtual))
+	if err != nil || again || len(found) != 1 || len(k.Virtual) != len(list)-499 {
+		t.Errorf("found %s, again %t, %v; there are %d virtual servers", found.Words(5), again, err, len(k.Virtual))
 	}
 }
 
@@ -395,7 +396,7 @@ func TestReadWhatChanges(t *testing.T) {
 	p := large(300)
 	list := p.Sorted(plan.IPv4)
 	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
-	was, err := fakeServers{k}.list()
+	was, err := ipvstest.Servers{Kernel: k}.List()
 	require.NoError(t, err)
 	r := e.beginReading()
 	defer e.endReading(r)
@@ -439,21 +440,21 @@ func TestCompareFails(t *testing.T) {
 		t.Errorf("the program ended, and there are %d reports", len(reports))
 	}
 	beside(e, k, func() {})
-	clear(k.virtual)
-	k.fail = "add server"
+	clear(k.Virtual)
+	k.Fail = "add server"
 	if !b.Compare(t.Context()) || e.desired != nil || len(reports) != 1 || reports[0].Err == nil || len(reports[0].Found) != 3 {
 		t.Errorf("the repair failed: %+v", reports)
 	}
 	for _, fail := range []string{"list servers", "rules"} {
-		k.fail = ""
+		k.Fail = ""
 		require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
-		k.fail = fail
+		k.Fail = fail
 		if !b.Compare(t.Context()) {
 			t.Errorf("after an error of %q, no sync has to follow", fail)
 		}
 	}
 	beside(e, k, func() { panic("a wrong number") })
-	k.fail = ""
+	k.Fail = ""
 	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
 	if !b.Compare(t.Context()) || len(e.readings) > 0 {
 		t.Error("it panicked, and no sync has to follow")
@@ -467,8 +468,8 @@ func TestUnfinishedBesideComparison(t *testing.T) {
 	b := &Backend{}
 	b.Engines = []*engine{e}
 	require.NoError(t, e.Sync(t.Context(), large(3), plan.Everything()))
-	clear(k.virtual)
-	k.fail = "add server"
+	clear(k.Virtual)
+	k.Fail = "add server"
 	var running sync.WaitGroup
 	running.Go(func() {
 		if !b.Compare(t.Context()) {
@@ -488,7 +489,7 @@ func TestRefusedDuringComparison(t *testing.T) {
 	p := large(3)
 	sp := p.Sorted(plan.IPv4)[0]
 	refused := ipset.Entry{Addr: sp.Frontends[0].Addr}
-	e.machine.sets = &pickySets{fakeSets: fakeSets{k}, refuses: func(e ipset.Entry) bool { return e == refused }}
+	e.machine.sets = &pickySets{Sets: ipvstest.Sets{Kernel: k}, refuses: func(e ipset.Entry) bool { return e == refused }}
 	p.Delete(sp.Key)
 	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
 	r := e.beginReading()
@@ -509,35 +510,35 @@ func TestFailedRepair(t *testing.T) {
 	e, k := fakeEngine(plan.IPv4, testOptions)
 	p := large(2)
 	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
-	want := k.text()
-	e.machine.servers = &forgetful{fakeServers: fakeServers{k}}
+	want := k.Text()
+	e.machine.servers = &forgetful{Servers: ipvstest.Servers{Kernel: k}}
 	foreign := func(is bool) {
-		for _, v := range k.virtual {
+		for _, v := range k.Virtual {
 			v.Foreign = is
 		}
 	}
 	foreign(true)
-	if _, again, err := e.CompareBeside(t.Context()); !errors.Is(err, errRefused) || !again {
+	if _, again, err := e.CompareBeside(t.Context()); !errors.Is(err, ipvstest.ErrRefused) || !again {
 		t.Errorf("again %t, %v", again, err)
 	}
 	foreign(false)
 	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
-	if k.text() != want {
-		t.Errorf("the kernel holds\n%s\ninstead of\n%s", k.text(), want)
+	if k.Text() != want {
+		t.Errorf("the kernel holds\n%s\ninstead of\n%s", k.Text(), want)
 	}
 }
 
 // forgetful are virtual servers of which the second can't be read.
 type forgetful struct {
-	fakeServers
+	ipvstest.Servers
 	gets int
 }
 
 func (s *forgetful) Get(id ipvs.ServerID) (*ipvs.ActualServer, error) {
 	if s.gets++; s.gets == 2 {
-		return nil, errRefused
+		return nil, ipvstest.ErrRefused
 	}
-	return s.fakeServers.Get(id)
+	return s.Servers.Get(id)
 }
 
 // TestReplacedOfGoneService: a comparison removes a virtual server that was left to its connections, when its Service is gone. As long as
@@ -548,18 +549,18 @@ func TestReplacedOfGoneService(t *testing.T) {
 	local, cluster := webPlan(plan.Local, plan.TCP), webPlan(plan.Cluster, plan.TCP)
 	none := plan.New(local.Node, local.Settings)
 	require.NoError(t, e.Sync(t.Context(), local, plan.Everything()))
-	k.connections[netip.MustParseAddrPort("10.244.1.5:8080")] = 1
+	k.Connections[netip.MustParseAddrPort("10.244.1.5:8080")] = 1
 	for _, next := range []*plan.Plan{cluster, none} {
 		require.NoError(t, e.Sync(t.Context(), next, plan.Only(plantest.Differing(local, cluster))))
-		before := k.text()
+		before := k.Text()
 		if found, again, err := e.CompareBeside(t.Context()); err != nil || again || len(found) > 0 {
 			t.Errorf("found %s, again %t, %v", found.Words(5), again, err)
 		}
-		if next == cluster && k.text() != before {
-			t.Errorf("the kernel holds\n%s\ninstead of\n%s", k.text(), before)
+		if next == cluster && k.Text() != before {
+			t.Errorf("the kernel holds\n%s\ninstead of\n%s", k.Text(), before)
 		}
 	}
-	if len(k.virtual) > 0 {
-		t.Errorf("the Service is gone, and there is\n%s", k.text())
+	if len(k.Virtual) > 0 {
+		t.Errorf("the Service is gone, and there is\n%s", k.Text())
 	}
 }

@@ -12,7 +12,6 @@ import (
 	"nodeproxy/ipvs/nftrules"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/host"
-	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/nft"
@@ -161,47 +160,73 @@ func Planned(p *plan.Plan, f plan.Family, cfg Config) (*Objects, error) {
 // kernel modules. With leftovers, a kernel that lacks something has nothing of it; else that is an error.
 func Read(cfg Config, f plan.Family, leftovers bool) (x *Objects, o Options, err error) {
 	o = cfg.Options
-	h := newHandles()
-	defer h.close()
-	if h.servers, err = ipvs.OpenServers(); err == nil {
+	if cfg.Node != nil {
+		d, err := cfg.Node.Device()
+		if err == nil {
+			x, err = cfg.Node.objects(d, f, &o, cfg)
+		}
+		return x, o, err
+	}
+	n := thisNode()
+	defer n.close()
+	if err = n.openServers(); err == nil {
 		o.Unavailable = lacking()
 	} else if !leftovers {
 		return nil, o, err
 	}
-	if h.sets, err = ipset.OpenSets(); err != nil && !leftovers {
+	if err = n.openSets(); err != nil && !leftovers {
 		return nil, o, err
 	}
-	d, err := host.FindDevice(names.Device)
+	d, err := findDevice()
 	if err != nil {
 		return nil, o, err
 	}
 	if d != nil {
 		defer d.Close()
 	}
-	if err := h.openTables(f, newMarks(o.MasqueradeBit)); err != nil {
+	if err := n.openTables(f, newMarks(o.MasqueradeBit)); err != nil {
 		return nil, o, err
 	}
-	o.WholeAddresses = h.ports[f] == nil
-	if o.Host, err = hostAddresses(f); err != nil {
+	if x, err = n.objects(d, f, &o, cfg); err != nil {
 		return nil, o, err
-	}
-	if x, err = h.machine(f, d).objects(f, o, cfg.ExcludeCIDRs); err != nil {
-		return nil, o, err
-	}
-	if d != nil && d.Up() {
-		x.device()
 	}
 	guarded, err := nftrules.GuardTables()
 	if _, intact := x.lines[tableLine(f, names.IPVSMarks)]; !intact && slices.Contains(guarded, f) {
 		x.table(f, names.IPVSMarks, false)
 	}
-	if list, err := sysctlsHere(cfg); err == nil && f == plan.IPv4 && !leftovers {
+	if leftovers {
+		maps.DeleteFunc(x.lines, func(l objectLine, _ []string) bool { return l.file == fileSysctls })
+	}
+	return x, o, err
+}
+
+// findDevice returns the interface with the addresses of Services; nil if there is none.
+func findDevice() (ownDevice, error) {
+	if d, err := host.FindDevice(names.Device); d != nil || err != nil {
+		return d, err
+	}
+	return nil, nil
+}
+
+// objects reads what there is of a family, with d unless that is nil, and notes in o what is found out about the node.
+func (n *Node) objects(d ownDevice, f plan.Family, o *Options, cfg Config) (x *Objects, err error) {
+	o.WholeAddresses = n.Ports[f] == nil
+	if o.Host, err = n.Host(f); err != nil {
+		return nil, err
+	}
+	if x, err = n.machine(f, d).objects(f, *o, cfg.ExcludeCIDRs); err != nil {
+		return nil, err
+	}
+	if d != nil && d.Up() {
+		x.device()
+	}
+	if list, err := sysctlsHere(cfg); err == nil && f == plan.IPv4 {
 		for _, s := range list {
 			have, _ := s.read(cfg.sysctlDir())
 			x.sysctl(s, have)
 		}
 	}
-	return x, o, err
+	return x, nil
 }
 
 // lacking finds out which schedulers the kernel lacks, when it is asked.

@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
+	"nodeproxy/ipvs/ipvstest"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
@@ -47,10 +48,10 @@ func TestDiff(t *testing.T) {
 		for i, p := range plans {
 			p.Node, p.Settings = plans[0].Node, plans[0].Settings
 			predicted := diffOf(t, e, p)
-			before := k.text()
+			before := k.Text()
 			require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
-			if len(predicted) == 0 && k.text() != before {
-				t.Fatalf("step %d: nothing was to change, and the sync made of\n%s\nthis:\n%s", i, before, k.text())
+			if len(predicted) == 0 && k.Text() != before {
+				t.Fatalf("step %d: nothing was to change, and the sync made of\n%s\nthis:\n%s", i, before, k.Text())
 			}
 			if left := diffOf(t, e, p); len(left) > 0 {
 				t.Fatalf("step %d: after the sync, this differs: %q", i, left)
@@ -72,17 +73,17 @@ func TestDiffOfDamage(t *testing.T) {
 	e, k := fakeEngine(plan.IPv4, testOptions)
 	require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 	var id ipvs.ServerID
-	for i, v := range k.virtual {
+	for i, v := range k.Virtual {
 		if i.Mark == 0 && len(v.RealServers) > 0 {
 			id = i
 		}
 	}
 	var addr netip.AddrPort
-	for a := range k.virtual[id].RealServers {
+	for a := range k.Virtual[id].RealServers {
 		addr = a
 	}
-	real := k.virtual[id].RealServers[addr]
-	delete(k.virtual[id].RealServers, addr)
+	real := k.Virtual[id].RealServers[addr]
+	delete(k.Virtual[id].RealServers, addr)
 	check := func(object string, have, want []string) {
 		t.Helper()
 		hunks := diffOf(t, e, p)
@@ -105,15 +106,15 @@ func TestDiffOfDamage(t *testing.T) {
 	check(serverArgs(id), nil, []string{line + "1"})
 	other := real
 	other.Weight = 7
-	k.virtual[id].RealServers[addr] = other
+	k.Virtual[id].RealServers[addr] = other
 	check(serverArgs(id), []string{line + "7"}, []string{line + "1"})
-	k.virtual[id].RealServers[addr] = real
+	k.Virtual[id].RealServers[addr] = real
 
 	set := setOf(setClusterIP, plan.IPv4)
 	entry := ipset.Entry{Addr: id.Addr, Protocol: plan.TCP, Port: 4711}
-	require.NoError(t, fakeSets{k}.Add(set, []ipset.Entry{entry}))
+	require.NoError(t, ipvstest.Sets{Kernel: k}.Add(set, []ipset.Entry{entry}))
 	check(set.Name, []string{"add " + set.Name + " " + entry.Text(set)}, nil)
-	require.NoError(t, fakeSets{k}.Remove(set, []ipset.Entry{entry}))
+	require.NoError(t, ipvstest.Sets{Kernel: k}.Remove(set, []ipset.Entry{entry}))
 	if hunks := diffOf(t, e, p); len(hunks) > 0 {
 		t.Errorf("everything is repaired: %q", hunks)
 	}

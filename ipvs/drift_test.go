@@ -36,11 +36,11 @@ func TestDriftWithPendingChanges(t *testing.T) {
 			}
 		}
 		var gone netip.Addr
-		for a := range k.addresses {
+		for a := range k.Addresses {
 			gone = a
 		}
 		if gone.IsValid() {
-			delete(k.addresses, gone)
+			delete(k.Addresses, gone)
 		}
 		require.NoError(t, e.Sync(context.Background(), plans[0], plan.Everything()))
 		if !gone.IsValid() && len(e.Found) > 0 || gone.IsValid() && (len(e.Found) != 1 || e.Found[0].Kind != drift.Address ||
@@ -57,10 +57,10 @@ func TestDifferenceValues(t *testing.T) {
 	p := large(1)
 	require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 	id := ipvs.ServerID{}
-	for id = range k.virtual {
+	for id = range k.Virtual {
 		break
 	}
-	server := k.virtual[id]
+	server := k.Virtual[id]
 	was := serverOptions(server.Server)
 	server.Scheduler, server.Persistence = "sh", time.Hour
 	endpoint := p.Sorted(plan.IPv4)[0].Endpoints.Cluster[0].Addr
@@ -82,12 +82,12 @@ func TestNothingIsKnownAfterAnError(t *testing.T) {
 	e, k := fakeEngine(plan.IPv4, testOptions)
 	p := large(3)
 	require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
-	k.addresses = set.Set[netip.Addr]{}
-	k.fail = "rules"
+	k.Addresses = set.Set[netip.Addr]{}
+	k.Fail = "rules"
 	if err := e.Sync(context.Background(), p, plan.Everything()); err == nil {
 		t.Fatal("the kernel refused the rules, and there was no error")
 	}
-	k.fail = ""
+	k.Fail = ""
 	require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 	if e.Compared {
 		t.Error("it compared with what it did not know")
@@ -102,7 +102,7 @@ func TestComparisonKeepsGracePeriod(t *testing.T) {
 	key := p.Sorted(plan.IPv4)[0].Key
 	old := p.Services[key].Endpoints.Cluster[1].Addr
 	require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
-	k.connections[old] = 3
+	k.Connections[old] = 3
 	gone, changed := replaced(p, key, "10.250.0.1:8080")
 	require.NoError(t, e.Sync(context.Background(), gone, plan.Only(changed)))
 	var since time.Time
@@ -122,7 +122,7 @@ func TestComparisonKeepsGracePeriod(t *testing.T) {
 		t.Fatal("nothing drains")
 	}
 	require.NoError(t, e.drain(time.Now().Add(testGrace-30*time.Second)))
-	if strings.Contains(k.text(), old.String()) {
+	if strings.Contains(k.Text(), old.String()) {
 		t.Error("it still drains after the grace period")
 	}
 }

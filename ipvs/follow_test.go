@@ -26,7 +26,7 @@ func TestFollow(t *testing.T) {
 	sp := *p.Services[p.Sorted(plan.IPv4)[0].Key]
 	sp.Frontends = append(slices.Clone(sp.Frontends), plan.Frontend{Kind: plan.ExternalIP, Addr: external, Protocol: plan.TCP, Port: 80})
 	p.Set(&sp)
-	k.hostAddrs.Insert(node)
+	k.HostAddrs.Insert(node)
 	require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 	for _, step := range []struct {
 		what   string
@@ -34,13 +34,13 @@ func TestFollow(t *testing.T) {
 		want   string // what each call begins with
 	}{
 		{"nothing changes", func() {}, ""},
-		{"a pod's interface", func() { k.hostAddrs[netip.MustParseAddr("10.244.0.1")] = struct{}{} }, ""},
-		{"a Service's address comes", func() { k.hostAddrs.Insert(external) }, "clear ports,remove port routes,remove addresses"},
-		{"and goes", func() { delete(k.hostAddrs, external) }, "add port routes,write ports,add unrouted"},
-		{"the node's address goes", func() { delete(k.hostAddrs, node) }, "add route"},
-		{"and comes", func() { k.hostAddrs.Insert(node) }, "add route"},
+		{"a pod's interface", func() { k.HostAddrs[netip.MustParseAddr("10.244.0.1")] = struct{}{} }, ""},
+		{"a Service's address comes", func() { k.HostAddrs.Insert(external) }, "clear ports,remove port routes,remove addresses"},
+		{"and goes", func() { delete(k.HostAddrs, external) }, "add port routes,write ports,add unrouted"},
+		{"the node's address goes", func() { delete(k.HostAddrs, node) }, "add route"},
+		{"and comes", func() { k.HostAddrs.Insert(node) }, "add route"},
 	} {
-		k.calls = nil
+		k.Calls = nil
 		step.change()
 		if e.follow() {
 			t.Errorf("%s: everything is to be synced anew", step.what)
@@ -49,18 +49,18 @@ func TestFollow(t *testing.T) {
 		if step.want != "" {
 			want = strings.Split(step.want, ",")
 		}
-		if !slices.EqualFunc(k.calls, want, strings.HasPrefix) {
-			t.Errorf("%s: it took %q, want %q", step.what, k.calls, want)
+		if !slices.EqualFunc(k.Calls, want, strings.HasPrefix) {
+			t.Errorf("%s: it took %q, want %q", step.what, k.Calls, want)
 		}
 		fresh, other := fakeEngine(plan.IPv4, testOptions)
-		other.hostAddrs = k.hostAddrs
+		other.HostAddrs = k.HostAddrs
 		require.NoError(t, fresh.Sync(context.Background(), p, plan.Everything()))
-		if k.text() != other.text() {
-			t.Errorf("%s: the kernel holds\n%s\ninstead of\n%s", step.what, k.text(), other.text())
+		if k.Text() != other.Text() {
+			t.Errorf("%s: the kernel holds\n%s\ninstead of\n%s", step.what, k.Text(), other.Text())
 		}
 	}
-	k.fail = "remove addresses"
-	k.hostAddrs.Insert(external)
+	k.Fail = "remove addresses"
+	k.HostAddrs.Insert(external)
 	if !e.follow() || e.desired != nil {
 		t.Error("after a failure everything is to be synced anew")
 	}
@@ -82,25 +82,25 @@ func TestMasqueradeBitChanges(t *testing.T) {
 			first, k := fakeEngine(plan.IPv4, old)
 			require.NoError(t, first.Sync(context.Background(), p, plan.Everything()))
 			second := engineOver(k, next)
-			held := maps.Clone(k.virtual)
+			held := maps.Clone(k.Virtual)
 			for _, v := range held {
 				for a := range v.RealServers {
-					k.connections[a] = 1
+					k.Connections[a] = 1
 				}
 			}
 			require.NoError(t, second.Sync(context.Background(), p, plan.Everything()))
 			require.NoError(t, second.drain(time.Now()))
 			for id := range held {
-				if k.virtual[id] == nil {
+				if k.Virtual[id] == nil {
 					t.Errorf("from bit %d to bit %d, virtual server %s goes with its connections", before, after, id)
 				}
 			}
-			clear(k.connections)
+			clear(k.Connections)
 			require.NoError(t, second.drain(time.Now()))
 			fresh, want := fakeEngine(plan.IPv4, next)
 			require.NoError(t, fresh.Sync(context.Background(), p, plan.Everything()))
-			if k.text() != want.text() {
-				t.Errorf("from bit %d to bit %d, the kernel holds\n%s\ninstead of\n%s", before, after, k.text(), want.text())
+			if k.Text() != want.Text() {
+				t.Errorf("from bit %d to bit %d, the kernel holds\n%s\ninstead of\n%s", before, after, k.Text(), want.Text())
 			}
 		}
 	}

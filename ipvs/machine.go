@@ -28,28 +28,33 @@ type machine struct {
 	ports   portTable // nil if Options.WholeAddresses is set
 	// host lists the addresses of all other interfaces.
 	host func(plan.Family) (set.Set[netip.Addr], error)
-	// reader opens servers and sets to read beside syncs.
-	reader func() (m machine, closeAll func(), err error)
+	// reader is as in Node.
+	reader func() (servers, ipsets, device, func(), error)
 }
 
 // openReader opens servers, sets and the device by sockets of their own.
-func openReader(v *ipvs.Servers) (machine, func(), error) {
+func openReader(v *ipvs.Servers) (servers, ipsets, device, func(), error) {
 	servers, err := v.Another()
 	if err != nil {
-		return machine{}, nil, err
+		return nil, nil, nil, nil, err
 	}
 	sets, err := ipset.Present()
 	if err != nil {
 		_ = servers.Close()
-		return machine{}, nil, err
+		return nil, nil, nil, nil, err
 	}
 	device, err := host.FindDevice(names.Device)
 	if err != nil || device == nil {
 		_, _ = servers.Close(), sets.Close()
-		return machine{}, nil, cmp.Or(err, errNoDevice)
+		return nil, nil, nil, nil, cmp.Or(err, errNoDevice)
 	}
-	m := machine{servers: glances{servers}, sets: sets, device: device}
-	return m, func() { _, _, _ = servers.Close(), sets.Close(), device.Close() }, nil
+	return glances{servers}, sets, device, func() { _, _, _ = servers.Close(), sets.Close(), device.Close() }, nil
+}
+
+// beside opens servers, sets and the device by sockets of their own, to read beside syncs.
+func (m machine) beside() (machine, func(), error) {
+	v, s, d, closeAll, err := m.reader()
+	return machine{servers: v, sets: s, device: d}, closeAll, err
 }
 
 var errNoDevice = errors.New("another program has removed interface " + names.Device)

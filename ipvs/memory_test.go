@@ -5,6 +5,7 @@ import (
 	"runtime"
 	"testing"
 
+	"nodeproxy/ipvs/ipvstest"
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
@@ -47,7 +48,7 @@ func BenchmarkMemory(b *testing.B) {
 	p := plantest.Large(10000, 2)
 	for b.Loop() {
 		e, k := fakeEngine(plan.IPv4, Options{})
-		w := &heapWatch{servers: fakeServers{k}, ipsets: fakeSets{k}}
+		w := &heapWatch{servers: ipvstest.Servers{Kernel: k}, ipsets: ipvstest.Sets{Kernel: k}}
 		e.machine.servers, e.machine.sets = w, w
 		base, before := heap()
 		if err := e.Sync(context.Background(), p, plan.Everything()); err != nil {

@@ -261,7 +261,7 @@ func (e *engine) readNamed(n named, now *actual) (again bool, err error) {
 	if n.sets == [setCount]bool{} {
 		return false, nil
 	}
-	kernel, closeAll, err := e.machine.reader()
+	kernel, closeAll, err := e.machine.beside()
 	if err != nil {
 		return true, err
 	}

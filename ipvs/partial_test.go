@@ -25,7 +25,7 @@ func TestPartialPlan(t *testing.T) {
 		all := plantest.Plans().Draw(t, "plan")
 		first, k := fakeEngine(f, testOptions)
 		require.NoError(t, first.Sync(context.Background(), all, plan.Everything()))
-		before := k.text()
+		before := k.Text()
 		some := plan.New(all.Node, all.Settings)
 		some.Partial = true
 		known := map[plan.Service]bool{}
@@ -45,8 +45,8 @@ func TestPartialPlan(t *testing.T) {
 		for range 2 {
 			require.NoError(t, e.Sync(context.Background(), some, plan.Everything()))
 			require.NoError(t, e.drain(time.Now()))
-			if k.text() != before {
-				t.Fatalf("the kernel holds\n%s\ninstead of\n%s", k.text(), before)
+			if k.Text() != before {
+				t.Fatalf("the kernel holds\n%s\ninstead of\n%s", k.Text(), before)
 			}
 		}
 		if len(e.Found) > 0 {
@@ -57,8 +57,8 @@ func TestPartialPlan(t *testing.T) {
 		}
 		require.NoError(t, e.Sync(context.Background(), some, plan.Only(missing)))
 		require.NoError(t, e.drain(time.Now()))
-		if k.text() != before {
-			t.Fatalf("when all is known again, the kernel holds\n%s\ninstead of\n%s", k.text(), before)
+		if k.Text() != before {
+			t.Fatalf("when all is known again, the kernel holds\n%s\ninstead of\n%s", k.Text(), before)
 		}
 		after := plantest.Plans().Draw(t, "another plan")
 		after.Node, after.Settings = all.Node, all.Settings
@@ -66,8 +66,8 @@ func TestPartialPlan(t *testing.T) {
 		require.NoError(t, e.drain(time.Now()))
 		fresh, want := fakeEngine(f, testOptions)
 		require.NoError(t, fresh.Sync(context.Background(), after, plan.Everything()))
-		if k.text() != want.text() {
-			t.Fatalf("when all is known, the kernel holds\n%s\ninstead of\n%s", k.text(), want.text())
+		if k.Text() != want.Text() {
+			t.Fatalf("when all is known, the kernel holds\n%s\ninstead of\n%s", k.Text(), want.Text())
 		}
 	})
 	if unknown == 0 {
@@ -79,15 +79,15 @@ func TestPartialPlan(t *testing.T) {
 func TestPartialOtherMode(t *testing.T) {
 	t.Parallel()
 	e, k := fakeEngine(plan.IPv4, testOptions)
-	k.otherMode = true
+	k.OtherMode = true
 	p := large(3)
 	p.Partial = true
-	before := k.text()
+	before := k.Text()
 	if err := e.Sync(context.Background(), p, plan.Everything()); err == nil {
 		t.Error("no error")
 	}
-	if k.text() != before {
-		t.Errorf("the kernel holds\n%s\ninstead of\n%s", k.text(), before)
+	if k.Text() != before {
+		t.Errorf("the kernel holds\n%s\ninstead of\n%s", k.Text(), before)
 	}
 	p.Partial = false
 	require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
@@ -98,18 +98,18 @@ func TestDrainOfUnknown(t *testing.T) {
 	t.Parallel()
 	e, k := fakeEngine(plan.IPv4, testOptions)
 	require.NoError(t, e.Sync(t.Context(), large(1), plan.Everything()))
-	id := slices.Collect(maps.Keys(k.virtual))[0]
+	id := slices.Collect(maps.Keys(k.Virtual))[0]
 	d := firstOf(k, id)
 	d.Weight = 0
-	k.virtual[id].RealServers[d.Addr] = d
-	k.connections[d.Addr] = 1
+	k.Virtual[id].RealServers[d.Addr] = d
+	k.Connections[d.Addr] = 1
 	next, unknown := engineOver(k, testOptions), plan.New(plan.Node{Name: "me"}, plan.Settings{})
 	unknown.Partial = true
 	require.NoError(t, next.Sync(t.Context(), unknown, plan.Everything()))
 	for _, n := range []int{2, 1} {
 		require.NoError(t, next.drain(time.Now()))
-		require.Len(t, k.virtual[id].RealServers, n)
-		clear(k.connections)
+		require.Len(t, k.Virtual[id].RealServers, n)
+		clear(k.Connections)
 		require.NoError(t, next.drain(time.Now()))
 	}
 }

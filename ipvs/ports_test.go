@@ -13,6 +13,7 @@ import (
 	"pgregory.net/rapid"
 
 	"nodeproxy/internal/set"
+	"nodeproxy/ipvs/ipvstest"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 )
@@ -73,13 +74,13 @@ func TestPorts(t *testing.T) {
 			[]string{"clear ports", "remove port routes [198.51.100.1 198.51.100.2]",
 				"remove addresses [198.51.100.1 198.51.100.2]"}},
 	} {
-		k.calls = nil
+		k.Calls = nil
 		p := portsPlan(f, step.externals...)
 		if step.change != nil {
 			step.change(p)
 		}
 		require.NoError(t, e.Sync(context.Background(), p, plan.Only(plan.Keys(set.Keys(p.Services)))))
-		got := slices.DeleteFunc(slices.Clone(k.calls), func(c string) bool {
+		got := slices.DeleteFunc(slices.Clone(k.Calls), func(c string) bool {
 			return !strings.Contains(c, "ports") && !strings.Contains(c, "routes [") && !strings.Contains(c, "unrouted") &&
 				!strings.Contains(c, "addresses")
 		})
@@ -96,10 +97,10 @@ func TestPortsAreExact(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		f := rapid.SampledFrom(plan.Families[:]).Draw(t, "family")
 		e, k := fakeEngine(f, testOptions)
-		k.before = func() {
-			for p := range k.ports {
-				if k.virtual[ipvs.ServerID{Family: f, Protocol: p.Protocol, Addr: p.Addr, Port: p.Port}] == nil {
-					t.Errorf("after %q, %v is diverted, and has no virtual server", k.calls, p)
+		k.Before = func() {
+			for p := range k.Ports {
+				if k.Virtual[ipvs.ServerID{Family: f, Protocol: p.Protocol, Addr: p.Addr, Port: p.Port}] == nil {
+					t.Errorf("after %q, %v is diverted, and has no virtual server", k.Calls, p)
 				}
 			}
 		}
@@ -109,59 +110,59 @@ func TestPortsAreExact(t *testing.T) {
 				return externalIP(f, byte(rapid.IntRange(10, 14).Draw(t, "address")))
 			}), 0, 3, rapid.ID), 4, 4).Draw(t, "external IPs")
 			p = portsPlan(f, externals...)
-			clear(k.hostAddrs)
+			clear(k.HostAddrs)
 			if rapid.Bool().Draw(t, "the node has an external IP") {
-				k.hostAddrs[externalIP(f, 10)] = struct{}{}
+				k.HostAddrs[externalIP(f, 10)] = struct{}{}
 			}
 			e.follow()
 			require.NoError(t, e.Sync(context.Background(), p, plan.Only(plan.Keys(set.Keys(p.Services)))))
 			e.follow()
 		}
 		fresh, want := fakeEngine(f, testOptions)
-		want.hostAddrs = k.hostAddrs
+		want.HostAddrs = k.HostAddrs
 		require.NoError(t, fresh.Sync(context.Background(), p, plan.Everything()))
-		if k.text() != want.text() {
-			t.Fatalf("the kernel holds\n%s\ninstead of\n%s", k.text(), want.text())
+		if k.Text() != want.Text() {
+			t.Fatalf("the kernel holds\n%s\ninstead of\n%s", k.Text(), want.Text())
 		}
-		k.calls = nil
+		k.Calls = nil
 		require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
-		if len(e.Found) != 0 || !slices.Equal(k.calls, []string{"list servers", "rules"}) {
-			t.Fatalf("a second comparison found %s, and wrote %q", e.Found.Words(5), k.calls)
+		if len(e.Found) != 0 || !slices.Equal(k.Calls, []string{"list servers", "rules"}) {
+			t.Fatalf("a second comparison found %s, and wrote %q", e.Found.Words(5), k.Calls)
 		}
-		k.before = nil
+		k.Before = nil
 		found := disturb(t, k, f)
-		k.calls = nil
+		k.Calls = nil
 		require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
-		if k.text() != want.text() || len(e.Found) != found {
-			t.Fatalf("%d changes of others: found %s, and the kernel holds\n%s\ninstead of\n%s", found, e.Found.Words(5), k.text(), want.text())
+		if k.Text() != want.Text() || len(e.Found) != found {
+			t.Fatalf("%d changes of others: found %s, and the kernel holds\n%s\ninstead of\n%s", found, e.Found.Words(5), k.Text(), want.Text())
 		}
 	})
 }
 
 // disturb changes what another program may change, and returns how many differences are to be found.
-func disturb(t *rapid.T, k *fakeKernel, f plan.Family) int {
-	if k.ports == nil {
+func disturb(t *rapid.T, k *ipvstest.Kernel, f plan.Family) int {
+	if k.Ports == nil {
 		return 0
 	}
-	some := slices.SortedFunc(maps.Keys(k.ports), comparePorts)[0]
+	some := slices.SortedFunc(maps.Keys(k.Ports), comparePorts)[0]
 	switch rapid.IntRange(0, 5).Draw(t, "disturbance") {
 	case 0:
-		delete(k.ports, some)
+		delete(k.Ports, some)
 	case 1:
-		k.ports[plan.Address{Addr: externalIP(f, 77), Protocol: plan.UDP, Port: 7}] = struct{}{}
+		k.Ports[plan.Address{Addr: externalIP(f, 77), Protocol: plan.UDP, Port: 7}] = struct{}{}
 	case 2:
-		n := len(k.ports)
-		k.ports = nil
+		n := len(k.Ports)
+		k.Ports = nil
 		return n + 1
 	case 3:
-		k.brokenPorts = true
+		k.BrokenPorts = true
 	case 4:
-		delete(k.portRoutes, some.Addr)
+		delete(k.PortRoutes, some.Addr)
 	default:
 		if f == plan.IPv6 {
 			return 0
 		}
-		delete(k.unrouted, some.Addr) // Somebody has made its route anew.
+		delete(k.Unrouted, some.Addr) // Somebody has made its route anew.
 		return 2                      // an address without a route less, and one with a route more
 	}
 	return 1
@@ -177,11 +178,11 @@ func TestPortsTakeOver(t *testing.T) {
 		whole.WholeAddresses = true
 		old, k := fakeEngine(f, whole)
 		require.NoError(t, old.Sync(context.Background(), p, plan.Everything()))
-		k.before = func() {
-			_, is := k.addresses[a]
-			_, unrouted := k.unrouted[a]
-			if (!is || unrouted) && len(k.ports) == 0 {
-				t.Errorf("%s: neither the address nor its port is local after %q", f, k.calls)
+		k.Before = func() {
+			_, is := k.Addresses[a]
+			_, unrouted := k.Unrouted[a]
+			if (!is || unrouted) && len(k.Ports) == 0 {
+				t.Errorf("%s: neither the address nor its port is local after %q", f, k.Calls)
 			}
 		}
 		require.NoError(t, engineOver(k, testOptions).Sync(context.Background(), p, plan.Everything()))

@@ -32,7 +32,7 @@ type look struct {
 }
 
 // once does it, and says when it is due again.
-func (l *look) once() (why string) {
+func (l *look) once(cpuTime func() time.Duration) (why string) {
 	begin := cpuTime()
 	why = l.do()
 	l.cost += (cpuTime() - begin - l.cost) / l.average
@@ -94,16 +94,16 @@ func (b *Backend) looks(c counts) []*look {
 // probe repairs what it finds to be missing or unexpected of virtual servers and sets, and calls suspect when they are not as they were
 // written in another way, until ctx ends.
 func (b *Backend) probe(ctx context.Context, suspect func(why string)) {
-	runtime.LockOSThread() // for cpuTime
+	runtime.LockOSThread() // for CPUTime
 	defer runtime.UnlockOSThread()
 	var c counts
-	if counter, err := ipvs.OpenCounts(); err == nil {
+	if counter, err := b.node.Counts(); err == nil {
 		defer counter.Close()
 		c = counter
 	} else {
 		b.cfg.Log.Debug("virtual servers can't be counted, only listed", "error", err)
 	}
-	looks := b.looks(c)
+	looks, cpuTime := b.looks(c), b.node.CPUTime
 	for _, l := range looks {
 		l.next = time.Now().Add(l.every)
 	}
@@ -114,7 +114,7 @@ func (b *Backend) probe(ctx context.Context, suspect func(why string)) {
 			return
 		case <-time.After(time.Until(l.next)):
 		}
-		if why := l.once(); why != "" {
+		if why := l.once(cpuTime); why != "" {
 			suspect(why)
 		}
 	}
@@ -144,7 +144,7 @@ func (b *Backend) differs(p *prober) string {
 	skip := func(id ipvs.ServerID) bool {
 		return id.Mark == 0 && !families[id.Family] || readings[0].marks.foreign(id, b.Engines[0].exclude)
 	}
-	have, err := ipvs.ReadFingerprint(skip)
+	have, err := b.node.Fingerprint(skip)
 	if err != nil {
 		return err.Error()
 	}

@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
+	"nodeproxy/ipvs/ipvstest"
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
@@ -17,7 +18,7 @@ import (
 
 // picky are virtual servers of a kernel that does not take some changes.
 type picky struct {
-	fakeServers
+	ipvstest.Servers
 	refuses func(ipvs.Op) error
 	changes int
 }
@@ -28,9 +29,9 @@ func (k *picky) Apply(ops []ipvs.Op) []error {
 		k.changes++
 		err := k.refuses(op)
 		if err == nil {
-			err = k.do(op)
+			err = k.Do(op)
 		}
-		if err != nil && k.virtual[op.Server.ID] == nil && op.Kind == ipvs.AddRealServer {
+		if err != nil && k.Virtual[op.Server.ID] == nil && op.Kind == ipvs.AddRealServer {
 			err = unix.ESRCH
 		}
 		errs = append(errs, err)
@@ -49,7 +50,7 @@ func TestRefusedServer(t *testing.T) {
 			require.NoError(t, want.Sync(t.Context(), p, plan.Everything()))
 			e, k := fakeEngine(plan.IPv4, Options{})
 			refuse := error(unix.ENOENT)
-			servers := &picky{fakeServers: fakeServers{k}}
+			servers := &picky{Servers: ipvstest.Servers{Kernel: k}}
 			servers.refuses = func(op ipvs.Op) error {
 				if refuse != nil && op.Kind == kind && op.Server.ID.Addr == bad.Frontends[0].Addr &&
 					(kind == ipvs.AddServer || op.RealServer.Addr == bad.All()[1].Addr) {
@@ -88,8 +89,8 @@ func TestRefusedServer(t *testing.T) {
 					t.Errorf("%s is not whole at the end", v.ID)
 				}
 			}
-			if len(whole.virtual) != len(k.virtual) || len(reported) != 2 || len(reported[1]) != 0 {
-				t.Errorf("%d virtual servers, reported %v", len(k.virtual), reported)
+			if len(whole.Virtual) != len(k.Virtual) || len(reported) != 2 || len(reported[1]) != 0 {
+				t.Errorf("%d virtual servers, reported %v", len(k.Virtual), reported)
 			}
 			// What concerns more than one Service is a failure, as before.
 			refuse = unix.ENOMEM
@@ -112,7 +113,7 @@ func TestRefusedUpdate(t *testing.T) {
 			p := plantest.Large(20, 3)
 			e, k := fakeEngine(plan.IPv4, Options{})
 			require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
-			before := k.text()
+			before := k.Text()
 			was := p.Sorted(plan.IPv4)[7]
 			bad := *was
 			bad.Scheduler = plan.Scheduler{Name: "wrr"}
@@ -122,7 +123,7 @@ func TestRefusedUpdate(t *testing.T) {
 				bad.Cluster[1].Weight = 5
 			}
 			refuse := true
-			servers := &picky{fakeServers: fakeServers{k}}
+			servers := &picky{Servers: ipvstest.Servers{Kernel: k}}
 			servers.refuses = func(op ipvs.Op) error {
 				if refuse && op.Kind == kind && op.Server.ID.Addr == was.Frontends[0].Addr {
 					return unix.ENOENT
@@ -137,7 +138,7 @@ func TestRefusedUpdate(t *testing.T) {
 				if err := e.Sync(t.Context(), p, change); err != nil || e.desired == nil || len(e.Found) > 0 {
 					t.Errorf("changed %v: %v, found %v", change, err, e.Found)
 				}
-				if now := k.text(); now != before {
+				if now := k.Text(); now != before {
 					t.Errorf("the kernel holds\n%s\nwant\n%s", now, before)
 				}
 			}
@@ -157,8 +158,8 @@ func TestRefusedUpdate(t *testing.T) {
 			fresh, want := fakeEngine(plan.IPv4, Options{})
 			require.NoError(t, fresh.Sync(t.Context(), p, plan.Everything()))
 			if fresh.actual.servers.Get(serverAt(was)).Server != e.actual.servers.Get(serverAt(was)).Server ||
-				want.virtual[serverAt(was)].RealServers[was.All()[1].Addr] != k.virtual[serverAt(was)].RealServers[was.All()[1].Addr] {
-				t.Errorf("at the end the kernel holds %+v, want %+v", k.virtual[serverAt(was)], want.virtual[serverAt(was)])
+				want.Virtual[serverAt(was)].RealServers[was.All()[1].Addr] != k.Virtual[serverAt(was)].RealServers[was.All()[1].Addr] {
+				t.Errorf("at the end the kernel holds %+v, want %+v", k.Virtual[serverAt(was)], want.Virtual[serverAt(was)])
 			}
 			if len(reported) != 2 || len(reported[1]) != 0 {
 				t.Errorf("reported %v", reported)
@@ -175,7 +176,7 @@ func serverAt(sp *plan.ServicePort) ipvs.ServerID {
 
 // pickySets are sets of a kernel that refuses some entries.
 type pickySets struct {
-	fakeSets
+	ipvstest.Sets
 	refuses func(ipset.Entry) bool
 	all     error // is returned for all entries
 }
@@ -193,7 +194,7 @@ func (k *pickySets) Add(s ipset.Set, list []ipset.Entry) error {
 			taken = append(taken, entry)
 		}
 	}
-	return errors.Join(append(errs, k.fakeSets.Add(s, taken))...)
+	return errors.Join(append(errs, k.Sets.Add(s, taken))...)
 }
 
 // TestRefusedSetEntry: entries of sets that the kernel refuses are reported of the ServicePort that asks for them; all others are
@@ -204,7 +205,7 @@ func TestRefusedSetEntry(t *testing.T) {
 		bad := plantest.LargeService(7, 21, 3)
 		e, k := fakeEngine(plan.IPv4, Options{VIPs: vips})
 		refuse := true
-		sets := &pickySets{fakeSets: fakeSets{k}}
+		sets := &pickySets{Sets: ipvstest.Sets{Kernel: k}}
 		sets.refuses = func(entry ipset.Entry) bool { return refuse && entry.Addr == bad.Frontends[0].Addr }
 		e.machine.sets = sets
 		var reported [][]plan.Refusal
@@ -217,8 +218,8 @@ func TestRefusedSetEntry(t *testing.T) {
 		if len(reported) != 1 || len(reported[0]) != 1 || reported[0][0].Key != bad.Key || reported[0][0].Err == nil {
 			t.Errorf("reported %v, want %s", reported, bad.Key)
 		}
-		if n := len(k.set["KUBE-CLUSTER-IP"]); n != 19 || len(k.virtual) != 20 {
-			t.Errorf("%d entries, %d virtual servers", n, len(k.virtual))
+		if n := len(k.Set["KUBE-CLUSTER-IP"]); n != 19 || len(k.Virtual) != 20 {
+			t.Errorf("%d entries, %d virtual servers", n, len(k.Virtual))
 		}
 		// A change of the ServicePort itself is made as far as it can be, and one of another one leaves the report as it is.
 		changed := plantest.LargeService(7, 5000, 2)
@@ -228,7 +229,7 @@ func TestRefusedSetEntry(t *testing.T) {
 			if err := e.Sync(t.Context(), p, plan.Only(plan.Keys{sp.Key: {}})); err != nil || len(reported) != 1 {
 				t.Errorf("%s: %v, reported %v", sp.Key, err, reported)
 			}
-			if n := len(k.virtual[serverAt(sp)].RealServers); n < len(sp.All()) {
+			if n := len(k.Virtual[serverAt(sp)].RealServers); n < len(sp.All()) {
 				t.Errorf("%s has %d endpoints, want %d", sp.Key, n, len(sp.All()))
 			}
 		}
@@ -236,7 +237,7 @@ func TestRefusedSetEntry(t *testing.T) {
 		if err := e.Sync(t.Context(), p, plan.Everything()); err != nil || len(e.Found) > 0 || len(reported) != 2 || len(reported[1]) != 0 {
 			t.Errorf("no longer refused: %v, found %v, reported %v", err, e.Found, reported)
 		}
-		if n := len(k.set["KUBE-CLUSTER-IP"]); n != 20 || len(e.refusedMembers) > 0 {
+		if n := len(k.Set["KUBE-CLUSTER-IP"]); n != 20 || len(e.refusedMembers) > 0 {
 			t.Errorf("%d entries, refused %v", n, e.refusedMembers)
 		}
 		// A refusal ends with the ServicePort.
@@ -278,7 +279,7 @@ func TestManyRefusedServers(t *testing.T) {
 		var reported []plan.Refusal
 		e.onRefused = func(_ plan.Family, list []plan.Refusal) { reported = list }
 		last := list[test.refused-1].Frontends[0].Addr
-		e.machine.servers = &picky{fakeServers: fakeServers{k}, refuses: func(op ipvs.Op) error {
+		e.machine.servers = &picky{Servers: ipvstest.Servers{Kernel: k}, refuses: func(op ipvs.Op) error {
 			if op.Kind == ipvs.AddServer && op.Server.ID.Addr.Compare(last) <= 0 {
 				return unix.ENOENT
 			}

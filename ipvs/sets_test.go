@@ -30,13 +30,13 @@ func TestSetsOfKubeProxy(t *testing.T) {
 		e, k := fakeEngine(f, Options{})
 		p := plantest.Large(1, 1)
 		for _, s := range names.KubeProxySets {
-			k.set[s.Of(f)] = map[ipset.Entry]ipset.Entry{}
+			k.Set[s.Of(f)] = map[ipset.Entry]ipset.Entry{}
 		}
 		for _, partial := range []bool{true, false} {
 			p.Partial = partial
 			require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
 			for _, s := range names.KubeProxySets {
-				if _, is := k.set[s.Of(f)]; is != partial {
+				if _, is := k.Set[s.Of(f)]; is != partial {
 					t.Errorf("%s, of some Services only: %t, set %s exists: %t", f, partial, s, is)
 				}
 			}

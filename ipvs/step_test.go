@@ -9,6 +9,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"nodeproxy/ipvs/ipvstest"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
@@ -49,7 +50,7 @@ func TestStepsLeadToEndpoints(t *testing.T) {
 			sp := version(plan.Cluster, 7)
 			p.Set(sp)
 			e, k := fakeEngine(plan.IPv4, testOptions)
-			k.hostAddrs.Insert(node)
+			k.HostAddrs.Insert(node)
 			require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 			e.mostAtOnce = 1
 			looked, steps := 0, 0
@@ -60,8 +61,8 @@ func TestStepsLeadToEndpoints(t *testing.T) {
 				was.Set(sp)
 				p.Set(next)
 				before, after := plan.NewEvaluator(was), plan.NewEvaluator(p)
-				k.before = func() {
-					rs, err := k.simulation()
+				k.Before = func() {
+					rs, err := simulationOf(k)
 					require.NoError(t, err)
 					for _, fe := range next.Frontends {
 						for _, src := range []netip.Addr{client.Addr().Next(), sp.Endpoints.Cluster[1].Addr.Addr()} {
@@ -79,7 +80,7 @@ func TestStepsLeadToEndpoints(t *testing.T) {
 								err = packetsim.AgreeBetween(v, w, slices.Concat(sp.All(), next.All()), pkt, outcomes)
 							}
 							if err != nil {
-								t.Fatalf("version %d, step %d, %s: %v\nbefore: %s\nafter: %s\n%s", i, steps, pkt, err, v, w, k.text())
+								t.Fatalf("version %d, step %d, %s: %v\nbefore: %s\nafter: %s\n%s", i, steps, pkt, err, v, w, k.Text())
 							}
 						}
 					}
@@ -88,13 +89,13 @@ func TestStepsLeadToEndpoints(t *testing.T) {
 				for ; e.rest != nil; steps++ {
 					require.NoError(t, e.Sync(context.Background(), p, plan.Only(nil)))
 				}
-				k.before = func() {}
+				k.Before = func() {}
 				require.NoError(t, e.drain(time.Now()))
 				fresh, want := fakeEngine(plan.IPv4, testOptions)
-				want.hostAddrs.Insert(node)
+				want.HostAddrs.Insert(node)
 				require.NoError(t, fresh.Sync(context.Background(), p, plan.Everything()))
-				if k.text() != want.text() {
-					t.Errorf("version %d: the kernel holds\n%s\ninstead of\n%s", i, k.text(), want.text())
+				if k.Text() != want.Text() {
+					t.Errorf("version %d: the kernel holds\n%s\ninstead of\n%s", i, k.Text(), want.Text())
 				}
 				sp = next
 			}
@@ -151,8 +152,8 @@ func TestStepsGiveWay(t *testing.T) {
 	fresh, want := fakeEngine(plan.IPv4, testOptions)
 	require.NoError(t, fresh.Sync(context.Background(), p, plan.Everything()))
 	require.NoError(t, e.drain(time.Now()))
-	if k.text() != want.text() {
-		t.Errorf("the kernel holds\n%s\ninstead of\n%s", k.text(), want.text())
+	if k.Text() != want.Text() {
+		t.Errorf("the kernel holds\n%s\ninstead of\n%s", k.Text(), want.Text())
 	}
 }
 
@@ -261,7 +262,7 @@ func TestStepsEnd(t *testing.T) {
 }
 
 // policies changes from Local to Cluster a ServicePort that has a connection and is large enough for steps, as far as one step goes.
-func policies(t *testing.T) (e *engine, k *fakeKernel, p *plan.Plan, sp *plan.ServicePort) {
+func policies(t *testing.T) (e *engine, k *ipvstest.Kernel, p *plan.Plan, sp *plan.ServicePort) {
 	e, k = fakeEngine(plan.IPv4, testOptions)
 	e.mostAtOnce = 100
 	p = plantest.Large(2, 2)
@@ -269,7 +270,7 @@ func policies(t *testing.T) (e *engine, k *fakeKernel, p *plan.Plan, sp *plan.Se
 	p.Set(was)
 	require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 	for _, ep := range was.All() {
-		k.connections[ep.Addr] = 1
+		k.Connections[ep.Addr] = 1
 	}
 	sp = spread(0, 10, 100)
 	sp.ExternalPolicy = plan.Cluster
@@ -313,7 +314,7 @@ func TestStepsOfDeleted(t *testing.T) {
 func TestStepsWhilePartial(t *testing.T) {
 	t.Parallel()
 	e, k, p, _ := policies(t)
-	clear(k.connections)
+	clear(k.Connections)
 	p.Partial = true
 	require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 	require.NoError(t, e.drain(time.Now()))

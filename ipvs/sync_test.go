@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
+	"nodeproxy/ipvs/ipvstest"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 	"nodeproxy/plan/plantest"
@@ -48,8 +49,8 @@ func TestIncrementalEqualsFull(t *testing.T) {
 					require.NoError(t, e.drain(time.Now()))
 					fresh, want := fakeEngine(f, testOptions)
 					require.NoError(t, fresh.Sync(context.Background(), p, plan.Everything()))
-					if k.text() != want.text() {
-						t.Fatalf("after step %d the kernel holds\n%s\ninstead of\n%s", i, k.text(), want.text())
+					if k.Text() != want.Text() {
+						t.Fatalf("after step %d the kernel holds\n%s\ninstead of\n%s", i, k.Text(), want.Text())
 					}
 				}
 			})
@@ -67,17 +68,17 @@ func TestFullFromAnything(t *testing.T) {
 		first, k := fakeEngine(f, testOptions)
 		require.NoError(t, first.Sync(context.Background(), before, plan.Everything()))
 		for range 2 {
-			k.calls = nil
+			k.Calls = nil
 			e := engineOver(k, testOptions)
 			require.NoError(t, e.Sync(context.Background(), after, plan.Everything()))
 			require.NoError(t, e.drain(time.Now()))
 		}
 		fresh, want := fakeEngine(f, testOptions)
 		require.NoError(t, fresh.Sync(context.Background(), after, plan.Everything()))
-		if k.text() != want.text() {
-			t.Fatalf("the kernel holds\n%s\ninstead of\n%s", k.text(), want.text())
+		if k.Text() != want.Text() {
+			t.Fatalf("the kernel holds\n%s\ninstead of\n%s", k.Text(), want.Text())
 		}
-		if calls := strings.Join(k.calls, "\n"); calls != "list servers\nrules" {
+		if calls := strings.Join(k.Calls, "\n"); calls != "list servers\nrules" {
 			t.Fatalf("a start over what is right did\n%s", calls)
 		}
 	})
@@ -108,9 +109,9 @@ func TestOneEndpoint(t *testing.T) {
 	require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 	key := p.Sorted(plan.IPv4)[1000].Key
 	old := p.Services[key].Endpoints.Cluster[1].Addr
-	k.connections[old] = 1
+	k.Connections[old] = 1
 	next, changed := replaced(p, key, "10.250.0.1:8080")
-	k.calls = nil
+	k.Calls = nil
 	require.NoError(t, e.Sync(context.Background(), next, plan.Only(changed)))
 	var id ipvs.ServerID
 	for _, f := range p.Services[key].Frontends {
@@ -122,20 +123,20 @@ func TestOneEndpoint(t *testing.T) {
 		"add real server " + id.String() + " 10.250.0.1:8080 1",
 		"update real server " + id.String() + " " + old.String() + " 0",
 	}
-	if !slices.Equal(k.calls, want) {
-		t.Errorf("it took\n%s\nwant\n%s", strings.Join(k.calls, "\n"), strings.Join(want, "\n"))
+	if !slices.Equal(k.Calls, want) {
+		t.Errorf("it took\n%s\nwant\n%s", strings.Join(k.Calls, "\n"), strings.Join(want, "\n"))
 	}
 
 	// Its connections end: it is removed, with nobody else being asked about.
-	k.calls = nil
+	k.Calls = nil
 	require.NoError(t, e.drain(time.Now()))
-	if len(k.calls) > 0 {
-		t.Errorf("while it had connections: %s", k.calls)
+	if len(k.Calls) > 0 {
+		t.Errorf("while it had connections: %s", k.Calls)
 	}
-	k.connections[old] = 0
+	k.Connections[old] = 0
 	require.NoError(t, e.drain(time.Now()))
-	if want := []string{"delete real server " + id.String() + " " + old.String() + " 0"}; !slices.Equal(k.calls, want) {
-		t.Errorf("when they had ended: %s, want %s", k.calls, want)
+	if want := []string{"delete real server " + id.String() + " " + old.String() + " 0"}; !slices.Equal(k.Calls, want) {
+		t.Errorf("when they had ended: %s, want %s", k.Calls, want)
 	}
 }
 
@@ -166,23 +167,23 @@ func TestDrain(t *testing.T) {
 			t.Parallel()
 			e, k := fakeEngine(plan.IPv4, testOptions)
 			require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
-			k.connections[old] = 3
+			k.Connections[old] = 3
 			require.NoError(t, e.Sync(context.Background(), tc.next, plan.Only(changed)))
 			later := time.Now().Add(tc.after)
 			require.NoError(t, e.drain(later))
-			if removed := !strings.Contains(k.text(), "  "+old.String()+" 0\n"); removed != tc.removed {
-				t.Errorf("removed: %t, want %t:\n%s", removed, tc.removed, k.text())
+			if removed := !strings.Contains(k.Text(), "  "+old.String()+" 0\n"); removed != tc.removed {
+				t.Errorf("removed: %t, want %t:\n%s", removed, tc.removed, k.Text())
 			}
 			if tc.removed {
 				return
 			}
-			k.calls = nil
+			k.Calls = nil
 			require.NoError(t, e.Sync(context.Background(), p, plan.Only(changed)))
 			require.NoError(t, e.drain(later))
-			if !strings.Contains(k.text(), "  "+old.String()+" 1\n") || slices.ContainsFunc(k.calls, func(c string) bool {
+			if !strings.Contains(k.Text(), "  "+old.String()+" 1\n") || slices.ContainsFunc(k.Calls, func(c string) bool {
 				return strings.HasPrefix(c, "delete real server") && strings.Contains(c, old.String())
 			}) {
-				t.Errorf("it came back, and there were %q:\n%s", k.calls, k.text())
+				t.Errorf("it came back, and there were %q:\n%s", k.Calls, k.Text())
 			}
 		})
 	}
@@ -194,11 +195,11 @@ func TestOrder(t *testing.T) {
 	t.Parallel()
 	for _, otherMode := range []bool{false, true} {
 		e, k := fakeEngine(plan.IPv4, testOptions)
-		k.otherMode = otherMode
+		k.OtherMode = otherMode
 		p := large(3)
 		require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 		var got []string
-		for _, c := range k.calls {
+		for _, c := range k.Calls {
 			kind := strings.Join(strings.Fields(c)[:1], " ")
 			if len(got) == 0 || got[len(got)-1] != kind+" "+strings.Fields(c + " .")[1] {
 				got = append(got, kind+" "+strings.Fields(c + " .")[1])
@@ -217,14 +218,14 @@ func TestOneFailureStopsNothingElse(t *testing.T) {
 	e, k := fakeEngine(plan.IPv4, testOptions)
 	p := large(3)
 	first := p.Sorted(plan.IPv4)[0].Frontends[0]
-	k.fail = "add server " + ipvs.ServerID{Family: plan.IPv4, Protocol: first.Protocol, Addr: first.Addr, Port: first.Port}.String()
-	if err := e.Sync(context.Background(), p, plan.Everything()); err == nil || len(k.virtual) != 2 {
-		t.Errorf("%v; there are %d virtual servers", err, len(k.virtual))
+	k.Fail = "add server " + ipvs.ServerID{Family: plan.IPv4, Protocol: first.Protocol, Addr: first.Addr, Port: first.Port}.String()
+	if err := e.Sync(context.Background(), p, plan.Everything()); err == nil || len(k.Virtual) != 2 {
+		t.Errorf("%v; there are %d virtual servers", err, len(k.Virtual))
 	}
-	k.fail = ""
+	k.Fail = ""
 	require.NoError(t, e.Sync(context.Background(), p, plan.Only(plan.Keys{})))
-	if len(k.virtual) != 3 {
-		t.Errorf("after the failure everything must be looked at again: there are %d virtual servers", len(k.virtual))
+	if len(k.Virtual) != 3 {
+		t.Errorf("after the failure everything must be looked at again: there are %d virtual servers", len(k.Virtual))
 	}
 }
 
@@ -241,21 +242,21 @@ func TestRoutes(t *testing.T) {
 		sp.Frontends = append(sp.Frontends, plan.Frontend{Kind: plan.ExternalIP, Addr: a, Protocol: plan.TCP, Port: 80})
 	}
 	p.Set(&sp)
-	k.hostAddrs.Insert(own)
-	k.local[netip.MustParsePrefix("10.0.0.0/24")] = netip.Addr{}
+	k.HostAddrs.Insert(own)
+	k.Local[netip.MustParsePrefix("10.0.0.0/24")] = netip.Addr{}
 	require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 	check := func(when string, local int, addresses ...netip.Addr) {
 		t.Helper()
-		if len(k.local) != 1 {
-			t.Errorf("%s: routes %v", when, k.local)
+		if len(k.Local) != 1 {
+			t.Errorf("%s: routes %v", when, k.Local)
 		}
-		if _, ok := k.local[netip.MustParsePrefix("10.96.0.0/12")]; !ok {
-			t.Errorf("%s: the range has no route: %v", when, k.local)
+		if _, ok := k.Local[netip.MustParsePrefix("10.96.0.0/12")]; !ok {
+			t.Errorf("%s: the range has no route: %v", when, k.Local)
 		}
-		if got := slices.SortedFunc(maps.Keys(k.addresses), netip.Addr.Compare); !slices.Equal(got, addresses) {
+		if got := slices.SortedFunc(maps.Keys(k.Addresses), netip.Addr.Compare); !slices.Equal(got, addresses) {
 			t.Errorf("%s: addresses %v, want %v", when, got, addresses)
 		}
-		if n := len(k.set["KUBE-IPVS-IPS"]); n != local {
+		if n := len(k.Set["KUBE-IPVS-IPS"]); n != local {
 			t.Errorf("%s: KUBE-IPVS-IPS has %d entries, want %d", when, n, local)
 		}
 	}
@@ -278,10 +279,10 @@ func TestRangeOfOneAddress(t *testing.T) {
 		p.Settings.ServiceCIDRs = []netip.Prefix{netip.PrefixFrom(vip, f.Bits())}
 		check := func(when string, want ...netip.Addr) {
 			t.Helper()
-			if len(k.local) > 0 {
-				t.Errorf("%s %s: routes %v", f, when, k.local)
+			if len(k.Local) > 0 {
+				t.Errorf("%s %s: routes %v", f, when, k.Local)
 			}
-			if got := slices.Collect(maps.Keys(k.addresses)); !slices.Equal(got, want) {
+			if got := slices.Collect(maps.Keys(k.Addresses)); !slices.Equal(got, want) {
 				t.Errorf("%s %s: addresses %v, want %v", f, when, got, want)
 			}
 		}
@@ -352,15 +353,15 @@ func TestReplacedServers(t *testing.T) {
 			t.Run(tc.name+map[bool]string{true: ", after a restart", false: ""}[all], func(t *testing.T) {
 				t.Parallel()
 				e, k := fakeEngine(plan.IPv4, testOptions)
-				k.hostAddrs.Insert(host)
+				k.HostAddrs.Insert(host)
 				require.NoError(t, e.Sync(context.Background(), tc.before, plan.Everything()))
-				k.connections[netip.MustParseAddrPort("10.244.1.5:8080")] = 1
+				k.Connections[netip.MustParseAddrPort("10.244.1.5:8080")] = 1
 				change := plan.Only(plantest.Differing(tc.before, tc.next))
 				if strings.HasPrefix(tc.name, "kube-proxy") {
 					v := ipvs.Server{ID: ipvs.ServerID{Family: plan.IPv4, Protocol: plan.TCP, Addr: host, Port: 30080}, Scheduler: "rr"}
 					dest := ipvs.RealServer{Addr: netip.MustParseAddrPort("10.244.1.5:8080"), Weight: 1}
-					require.NoError(t, fakeServers{k}.do(ipvs.Op{Kind: ipvs.AddServer, Server: v}))
-					require.NoError(t, fakeServers{k}.do(ipvs.Op{Kind: ipvs.AddRealServer, Server: v, RealServer: dest}))
+					require.NoError(t, ipvstest.Servers{Kernel: k}.Do(ipvs.Op{Kind: ipvs.AddServer, Server: v}))
+					require.NoError(t, ipvstest.Servers{Kernel: k}.Do(ipvs.Op{Kind: ipvs.AddRealServer, Server: v, RealServer: dest}))
 					change = plan.Everything()
 				}
 				if all {
@@ -370,8 +371,8 @@ func TestReplacedServers(t *testing.T) {
 				fresh, want := fakeEngine(plan.IPv4, testOptions)
 				require.NoError(t, fresh.Sync(context.Background(), tc.next, plan.Everything()))
 				left := 0
-				for id, v := range k.virtual {
-					if want.virtual[id] != nil {
+				for id, v := range k.Virtual {
+					if want.Virtual[id] != nil {
 						continue
 					}
 					left++
@@ -382,12 +383,12 @@ func TestReplacedServers(t *testing.T) {
 					}
 				}
 				if left != tc.replaced {
-					t.Errorf("%d virtual servers are left with connections, want %d:\n%s", left, tc.replaced, k.text())
+					t.Errorf("%d virtual servers are left with connections, want %d:\n%s", left, tc.replaced, k.Text())
 				}
-				clear(k.connections)
+				clear(k.Connections)
 				require.NoError(t, e.drain(time.Now()))
-				if k.text() != want.text() {
-					t.Errorf("when the connections had ended, the kernel held\n%s\nwant\n%s", k.text(), want.text())
+				if k.Text() != want.Text() {
+					t.Errorf("when the connections had ended, the kernel held\n%s\nwant\n%s", k.Text(), want.Text())
 				}
 			})
 		}
@@ -411,7 +412,7 @@ func TestDrainHashed(t *testing.T) {
 			e, k := fakeEngine(plan.IPv4, testOptions)
 			has := func(when, scheduler string) {
 				t.Helper()
-				for id, v := range k.virtual {
+				for id, v := range k.Virtual {
 					if v.Scheduler != scheduler || v.Fallback != (scheduler == "sh" || scheduler == "mh") {
 						t.Errorf("%s: virtual server %s has scheduler %s, fallback %t", when, id, v.Scheduler, v.Fallback)
 					}
@@ -419,14 +420,14 @@ func TestDrainHashed(t *testing.T) {
 			}
 			require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 			has("at first", tc.scheduler)
-			k.connections[old] = 1
-			k.before = func() {
-				if last := k.calls[len(k.calls)-1]; strings.HasPrefix(last, "update real server") && strings.HasSuffix(last, " 0") {
+			k.Connections[old] = 1
+			k.Before = func() {
+				if last := k.Calls[len(k.Calls)-1]; strings.HasPrefix(last, "update real server") && strings.HasSuffix(last, " 0") {
 					has("before the weight is 0", tc.meanwhile)
 				}
 			}
 			require.NoError(t, e.Sync(context.Background(), gone, plan.Only(changed)))
-			k.before = nil
+			k.Before = nil
 			has("while one drains", tc.meanwhile)
 			require.NoError(t, e.Sync(context.Background(), gone, plan.Everything()))
 			has("after a comparison", tc.meanwhile)
@@ -434,7 +435,7 @@ func TestDrainHashed(t *testing.T) {
 			require.NoError(t, e.drain(time.Now()))
 			has("when it is back", tc.scheduler)
 			require.NoError(t, e.Sync(context.Background(), gone, plan.Only(changed)))
-			k.connections[old] = 0
+			k.Connections[old] = 0
 			require.NoError(t, e.drain(time.Now()))
 			has("when it is gone", tc.scheduler)
 		})

@@ -27,7 +27,7 @@ type TrafficReader struct {
 }
 
 // Traffic returns a reader of the backend's counters. It may be used beside Sync, and after Close.
-func (b *Backend) Traffic() *TrafficReader { return newTrafficReader(b.Engines, b.servers.Stats) }
+func (b *Backend) Traffic() *TrafficReader { return newTrafficReader(b.Engines, b.node.Servers.Stats) }
 
 func newTrafficReader(engines []*engine, stats func() (map[ipvs.ServerID]ipvs.Traffic, error)) *TrafficReader {
 	return &TrafficReader{engines: engines, stats: stats, last: map[ipvs.ServerID]ipvs.Traffic{}, total: map[plan.Key]plan.Traffic{}}

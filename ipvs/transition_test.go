@@ -31,7 +31,7 @@ func TestTransitions(t *testing.T) {
 		f := rapid.SampledFrom(plan.Families[:]).Draw(t, "family")
 		e, k := fakeEngine(f, testOptions)
 		for _, a := range c.LocalAddrs {
-			k.hostAddrs.Insert(a)
+			k.HostAddrs.Insert(a)
 		}
 		require.NoError(t, e.Sync(context.Background(), c.Plan, plan.Everything()))
 		packets := c.Transits(t, f, next)
@@ -39,14 +39,14 @@ func TestTransitions(t *testing.T) {
 		if rapid.Bool().Draw(t, "everything is compared") {
 			change = plan.Everything()
 		}
-		k.calls = nil
+		k.Calls = nil
 		inSteps(t, e)
 		every, at := rapid.IntRange(1, 5).Draw(t, "looks at one state in"), 0
-		k.before = func() {
+		k.Before = func() {
 			if at++; at%every != 0 {
 				return // To look takes long, and there are many.
 			}
-			rs, err := k.simulation()
+			rs, err := simulationOf(k)
 			require.NoError(t, err)
 			for _, p := range packets {
 				if rs.IsAdded(p.Packet.Src) && !p.Packet.Output || slices.ContainsFunc(
@@ -58,8 +58,8 @@ func TestTransitions(t *testing.T) {
 					err = packetsim.AgreeBetween(p.Before, p.After, p.Endpoints, p.Packet, outcomes)
 				}
 				if err != nil {
-					t.Fatalf("packet %s: after %q, %v\nbefore: %s\nafter: %s\n%s", p.Packet, k.calls[:len(k.calls)-1], err, p.Before,
-						p.After, k.text())
+					t.Fatalf("packet %s: after %q, %v\nbefore: %s\nafter: %s\n%s", p.Packet, k.Calls[:len(k.Calls)-1], err, p.Before,
+						p.After, k.Text())
 				}
 				seen++
 			}

@@ -28,8 +28,8 @@ func TestVerify(t *testing.T) {
 				t.Fatalf("%s: %s, %v", sp.Key, found.Words(5), err)
 			}
 		}
-		for id := range k.virtual {
-			delete(k.virtual, id)
+		for id := range k.Virtual {
+			delete(k.Virtual, id)
 		}
 		for sp := range e.desired.services.All() {
 			written := slices.ContainsFunc(e.desired.build(sp).servers, func(s serverClaim) bool { return e.actual.servers.Get(s.id) != nil })
@@ -48,12 +48,12 @@ func TestVerifyTells(t *testing.T) {
 	e, k := fakeEngine(plan.IPv4, testOptions)
 	p := large(1)
 	sp := p.Sorted(plan.IPv4)[0]
-	k.connections[sp.All()[1].Addr] = 1
+	k.Connections[sp.All()[1].Addr] = 1
 	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
 	next, changed := replaced(p, sp.Key, "10.250.0.1:8080")
 	require.NoError(t, e.Sync(t.Context(), next, plan.Only(changed)))
 	endpoint := sp.All()[0].Addr
-	k.virtual[serverAt(sp)].RealServers[endpoint] = ipvs.ActualRealServer{RealServer: ipvs.RealServer{Addr: endpoint, Weight: 7}}
+	k.Virtual[serverAt(sp)].RealServers[endpoint] = ipvs.ActualRealServer{RealServer: ipvs.RealServer{Addr: endpoint, Weight: 7}}
 	_, found, err := e.Verify(t.Context(), sp.Key.Service)
 	want := fmt.Sprintf("real server %s of virtual server %s: weight 7 in place of 1: changed", endpoint, serverAt(sp))
 	if err != nil || found.Words(5) != want {

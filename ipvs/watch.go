@@ -6,7 +6,6 @@ import (
 	"slices"
 	"sync"
 
-	"nodeproxy/ipvs/nftrules"
 	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/names"
 	"nodeproxy/plan"
@@ -17,7 +16,7 @@ import (
 // shows, it repairs itself. It returns when ctx ends, or with an error if it can't watch: then only a comparison of everything finds
 // changes.
 func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
-	device, err := host.WatchDevice(names.Device)
+	device, err := b.node.WatchDevice()
 	if err != nil {
 		return err
 	}
@@ -32,8 +31,8 @@ func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
 			}
 		})
 	})
-	if len(b.handles.guards) > 0 {
-		guards, err := nftrules.Watch()
+	if len(b.node.Guards) > 0 {
+		guards, err := b.node.WatchTables()
 		if err != nil {
 			return err
 		}
@@ -50,8 +49,8 @@ func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
 			})
 		})
 	}
-	for _, t := range b.tables {
-		rules, err := t.OpenWatch()
+	for _, e := range b.Engines {
+		rules, err := b.node.WatchRules(b.node.Tables[e.family])
 		if err != nil {
 			return fmt.Errorf("watching for changes of iptables rules by other programs: %w", err)
 		}
