@@ -71,7 +71,7 @@ type Backend struct {
 	backend.PerFamily[*engine]
 	cfg    Config
 	node   *Node
-	device ownDevice
+	device Device
 
 	settings sync.Mutex // held while sysctls is used
 	sysctls  sysctlKeeper

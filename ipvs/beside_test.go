@@ -27,11 +27,11 @@ import (
 // beside has an engine read beside syncs by lists in two parts, and calls during before each part. It returns how many are open.
 func beside(e *engine, k *ipvstest.Kernel, during func()) (open func() int) {
 	n := 0
-	e.machine.reader = func() (servers, ipsets, device, func(), error) {
+	e.machine.reader = func() (Reader, error) {
 		n++
 		p := parts{during}
-		return serversInParts{ipvstest.Servers{Kernel: k}, p}, setsInParts{ipvstest.Sets{Kernel: k}, p}, deviceInParts{ipvstest.Device{Kernel: k}, p},
-			func() { n-- }, nil
+		return Reader{serversInParts{ipvstest.Servers{Kernel: k}, p}, setsInParts{ipvstest.Sets{Kernel: k}, p},
+			deviceInParts{ipvstest.Device{Kernel: k}, p}, func() { n-- }}, nil
 	}
 	return func() int { return n }
 }

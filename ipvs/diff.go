@@ -201,7 +201,7 @@ func Read(cfg Config, f plan.Family, leftovers bool) (x *Objects, o Options, err
 }
 
 // findDevice returns the interface with the addresses of Services; nil if there is none.
-func findDevice() (ownDevice, error) {
+func findDevice() (Device, error) {
 	if d, err := host.FindDevice(names.Device); d != nil || err != nil {
 		return d, err
 	}
@@ -209,7 +209,7 @@ func findDevice() (ownDevice, error) {
 }
 
 // objects reads what there is of a family, with d unless that is nil, and notes in o what is found out about the node.
-func (n *Node) objects(d ownDevice, f plan.Family, o *Options, cfg Config) (x *Objects, err error) {
+func (n *Node) objects(d Device, f plan.Family, o *Options, cfg Config) (x *Objects, err error) {
 	o.WholeAddresses = n.Ports[f] == nil
 	if o.Host, err = n.Host(f); err != nil {
 		return nil, err

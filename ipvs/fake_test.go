@@ -34,7 +34,7 @@ func engineOver(k *ipvstest.Kernel, o Options) *engine {
 	return &engine{family: k.Family, options: o, grace: testGrace, log: slog.New(slog.DiscardHandler), machine: machine{
 		servers: v, sets: s, device: d, ports: ipvstest.Ports{Kernel: k}, tables: ipvstest.Tables{Kernel: k},
 		host:   func(plan.Family) (set.Set[netip.Addr], error) { return maps.Clone(k.HostAddrs), nil },
-		reader: func() (servers, ipsets, device, func(), error) { return v, s, d, func() {}, nil },
+		reader: func() (Reader, error) { return Reader{v, s, d, func() {}}, nil },
 	}}
 }
 

@@ -24,37 +24,45 @@ type machine struct {
 	sets    ipsets
 	device  device
 	tables  tables
-	guard   guard     // nil if the kernel has no nftables
-	ports   portTable // nil if Options.WholeAddresses is set
+	guard   Guard     // nil if the kernel has no nftables
+	ports   PortTable // nil if Options.WholeAddresses is set
 	// host lists the addresses of all other interfaces.
 	host func(plan.Family) (set.Set[netip.Addr], error)
 	// reader is as in Node.
-	reader func() (servers, ipsets, device, func(), error)
+	reader func() (Reader, error)
+}
+
+// Reader reads beside syncs.
+type Reader struct {
+	Servers servers
+	Sets    ipsets
+	Device  device
+	Close   func()
 }
 
 // openReader opens servers, sets and the device by sockets of their own.
-func openReader(v *ipvs.Servers) (servers, ipsets, device, func(), error) {
+func openReader(v *ipvs.Servers) (Reader, error) {
 	servers, err := v.Another()
 	if err != nil {
-		return nil, nil, nil, nil, err
+		return Reader{}, err
 	}
 	sets, err := ipset.Present()
 	if err != nil {
 		_ = servers.Close()
-		return nil, nil, nil, nil, err
+		return Reader{}, err
 	}
 	device, err := host.FindDevice(names.Device)
 	if err != nil || device == nil {
 		_, _ = servers.Close(), sets.Close()
-		return nil, nil, nil, nil, cmp.Or(err, errNoDevice)
+		return Reader{}, cmp.Or(err, errNoDevice)
 	}
-	return glances{servers}, sets, device, func() { _, _, _ = servers.Close(), sets.Close(), device.Close() }, nil
+	return Reader{glances{servers}, sets, device, func() { _, _, _ = servers.Close(), sets.Close(), device.Close() }}, nil
 }
 
-// beside opens servers, sets and the device by sockets of their own, to read beside syncs.
+// beside returns servers, sets and the device to read beside syncs.
 func (m machine) beside() (machine, func(), error) {
-	v, s, d, closeAll, err := m.reader()
-	return machine{servers: v, sets: s, device: d}, closeAll, err
+	r, err := m.reader()
+	return machine{servers: r.Servers, sets: r.Sets, device: r.Device}, r.Close, err
 }
 
 var errNoDevice = errors.New("another program has removed interface " + names.Device)
@@ -185,8 +193,8 @@ type device interface {
 	RemovePortRoutes([]netip.Addr) error
 }
 
-// portTable diverts single ports of addresses to this node.
-type portTable interface {
+// PortTable diverts single ports of addresses to this node.
+type PortTable interface {
 	List() (ports set.Set[plan.Address], exists, complete bool, err error)
 	Write([]plan.Address) error
 	Add([]plan.Address) error
@@ -194,8 +202,8 @@ type portTable interface {
 	Clear() error
 }
 
-// guard keeps our marks apart from those of other programs.
-type guard interface {
+// Guard keeps our marks apart from those of other programs.
+type Guard interface {
 	Intact() (bool, error)
 	Ensure() (was, written bool, err error)
 }

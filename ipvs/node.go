@@ -26,24 +26,24 @@ type Node struct {
 	Servers virtualServers
 	Sets    ipsets
 	Tables  map[plan.Family]*xtables.Tables
-	Guards  map[plan.Family]guard     // none on a kernel without nftables
-	Ports   map[plan.Family]portTable // none on a kernel that can't divert ports
+	Guards  map[plan.Family]Guard     // none on a kernel without nftables
+	Ports   map[plan.Family]PortTable // none on a kernel that can't divert ports
 	// Device makes the interface with the addresses of Services, unless it exists.
-	Device func() (ownDevice, error)
+	Device func() (Device, error)
 	// Host lists the addresses of all other interfaces, and WatchHost calls changed when these have changed, until ctx ends.
 	Host      func(plan.Family) (set.Set[netip.Addr], error)
 	WatchHost func(ctx context.Context, quiet time.Duration, changed func()) error
-	// Reader opens servers, sets and the device of a family to read beside syncs.
-	Reader func() (servers, ipsets, device, func(), error)
+	// Reader opens what reads beside syncs.
+	Reader func() (Reader, error)
 	// What these return follows changes until a context ends: of the interface, of tables of nftables and of rules.
 	WatchDevice func() (func(context.Context, func(host.DeviceChange)), error)
 	WatchTables func() (func(context.Context, func(plan.Family)), error)
 	WatchRules  func(*xtables.Tables) (func(context.Context, func(why string)), error)
 	// Counts opens what counts virtual servers.
-	Counts func() (closingCounts, error)
+	Counts func() (Counts, error)
 	// Fingerprint is as ipvs.ReadFingerprint.
 	Fingerprint func(skip func(ipvs.ServerID) bool) (ipvs.Fingerprint, error)
-	// CPUTime is the processor time that the caller's thread has used.
+	// CPUTime is the processor time that the caller's thread has used; nil if nothing takes any.
 	CPUTime func() time.Duration
 	// MostAtOnce is about how many real servers of large ServicePorts one sync looks at.
 	MostAtOnce int
@@ -61,15 +61,16 @@ type virtualServers interface {
 	Stats() (map[ipvs.ServerID]ipvs.Traffic, error)
 }
 
-// ownDevice is the interface that a Backend keeps. host.Device implements it.
-type ownDevice interface {
+// Device is the interface with the addresses of Services. host.Device implements it.
+type Device interface {
 	device
 	Up() bool
 	EnableIPv6(sysctlDir string) error
 	Close() error
 }
 
-type closingCounts interface {
+// Counts counts virtual servers until it is closed. ipvs.Counts implements it.
+type Counts interface {
 	counts
 	Close() error
 }
@@ -77,12 +78,12 @@ type closingCounts interface {
 // thisNode returns this node, without what is to be opened first.
 func thisNode() *Node {
 	return &Node{
-		Tables: map[plan.Family]*xtables.Tables{}, Guards: map[plan.Family]guard{}, Ports: map[plan.Family]portTable{},
-		Device: func() (ownDevice, error) { return host.OpenDevice(names.Device) },
+		Tables: map[plan.Family]*xtables.Tables{}, Guards: map[plan.Family]Guard{}, Ports: map[plan.Family]PortTable{},
+		Device: func() (Device, error) { return host.OpenDevice(names.Device) },
 		Host:   hostAddresses, WatchHost: others.Watch,
 		WatchDevice: func() (func(context.Context, func(host.DeviceChange)), error) { return host.WatchDevice(names.Device) },
 		WatchTables: nftrules.Watch, WatchRules: (*xtables.Tables).OpenWatch,
-		Counts:      func() (closingCounts, error) { return ipvs.OpenCounts() },
+		Counts:      func() (Counts, error) { return ipvs.OpenCounts() },
 		Fingerprint: ipvs.ReadFingerprint, CPUTime: cpuTime, MostAtOnce: mostAtOnce,
 	}
 }
@@ -147,7 +148,7 @@ func (n *Node) openServers() error {
 	s, err := ipvs.OpenServers()
 	if err == nil {
 		n.Servers, n.closers = s, append(n.closers, s)
-		n.Reader = func() (servers, ipsets, device, func(), error) { return openReader(s) }
+		n.Reader = func() (Reader, error) { return openReader(s) }
 	}
 	return err
 }

@@ -94,8 +94,13 @@ func (b *Backend) looks(c counts) []*look {
 // probe repairs what it finds to be missing or unexpected of virtual servers and sets, and calls suspect when they are not as they were
 // written in another way, until ctx ends.
 func (b *Backend) probe(ctx context.Context, suspect func(why string)) {
-	runtime.LockOSThread() // for CPUTime
-	defer runtime.UnlockOSThread()
+	cpuTime := b.node.CPUTime
+	if cpuTime != nil {
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+	} else {
+		cpuTime = func() time.Duration { return 0 }
+	}
 	var c counts
 	if counter, err := b.node.Counts(); err == nil {
 		defer counter.Close()
@@ -103,7 +108,7 @@ func (b *Backend) probe(ctx context.Context, suspect func(why string)) {
 	} else {
 		b.cfg.Log.Debug("virtual servers can't be counted, only listed", "error", err)
 	}
-	looks, cpuTime := b.looks(c), b.node.CPUTime
+	looks := b.looks(c)
 	for _, l := range looks {
 		l.next = time.Now().Add(l.every)
 	}

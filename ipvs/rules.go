@@ -189,18 +189,19 @@ func (r *ruleMaker) filter() {
 	r.chain(names.Filter, names.IPVSNodePorts,
 		r.to(setNodePortLocal)+"-g "+names.IPVSNodePortsLocal,
 		isNew+r.to(setNodePortNoEndpoints)+r.reject())
-	r.chain(names.Filter, names.IPVSLocal, r.outside(isNew+r.to(setNoLocalEndpoints)+"-j DROP")...)
+	// A frontend that gets its first endpoints, or loses its last ones, may be in a set of marks and not among those without endpoints here.
+	r.chain(names.Filter, names.IPVSLocal, r.outside(isNew+r.to(setNoLocalEndpoints)+"-j DROP", isNew+r.to(setNoEndpoints)+r.reject())...)
 	r.chain(names.Filter, names.IPVSNodePortsLocal, r.outside(isNew+r.to(setNodePortNoLocalEndpoints)+"-j DROP")...)
 }
 
-// outside returns rules that apply a rule to all packets except those of pods and of the node itself, which are led to endpoints
+// outside returns rules that apply some to all packets except those of pods and of the node itself, which are led to endpoints
 // elsewhere.
-func (r *ruleMaker) outside(rule string) []string {
+func (r *ruleMaker) outside(rules ...string) []string {
 	var out []string
 	if pods, ok := common.FromPods(r.settings.DetectLocal, r.family, false); ok {
 		out = append(out, pods+"-j RETURN")
 	}
-	return append(out, fromNode+"-j RETURN", rule)
+	return append(append(out, fromNode+"-j RETURN"), rules...)
 }
 
 // nat makes the chains that mark packets for masquerading, except those that table mangle has marked.

@@ -35,13 +35,14 @@ var ipvsMode = mode{
 }
 
 func (c modeConfig) ipvs() ipvs.Config {
+	node, _ := c.kernel.(*ipvs.Node)
 	return ipvs.Config{
 		Options: ipvs.Options{MasqueradeBit: c.MasqueradeBit, Scheduler: c.IPVS.Scheduler, VIPs: ipvs.VIPs(c.IPVS.VIPs)},
 		Variant: variant(c.IPTablesBackend), Families: c.families, ExcludeCIDRs: c.IPVS.ExcludeCIDRs, StrictARP: c.IPVS.StrictARP,
 		TCPTimeout: c.IPVS.TCPTimeout, TCPFinTimeout: c.IPVS.TCPFinTimeout, UDPTimeout: c.IPVS.UDPTimeout,
 		GracePeriod: c.IPVS.GracePeriod, SysctlDir: c.SysctlDir, Warn: c.warn,
 		RestoreFailed: func(f plan.Family) { c.metrics.RestoreFailed(f, false) },
-		Compared:      c.compared, NativeRules: c.nativeRules, Refused: c.refused, Log: c.log,
+		Compared:      c.compared, NativeRules: c.nativeRules, Refused: c.refused, Node: node, Log: c.log,
 	}
 }
 

@@ -57,13 +57,19 @@ func (x *xtablesRules) packets(f plan.Family) (*packetsim.Machine, error) {
 }
 
 func (x *xtablesRules) differs(f plan.Family, p *plan.Plan, _ bool) (why string) {
-	desired := rulesOfIPTables(x.world.cfg, p, f, true, nil)
-	want := map[names.Table]xtables.Content{names.NAT: {}, names.Filter: {}}
+	return tablesDiffer(f, rulesOfIPTables(x.world.cfg, p, f, true, nil), x.Kernels[f].Tables, names.NAT, names.Filter)
+}
+
+// tablesDiffer says how tables of iptables differ from what is desired; "" if they don't.
+func tablesDiffer(f plan.Family, desired xtables.Desired, tables map[names.Table]xtables.Content, of ...names.Table) (why string) {
+	want := map[names.Table]xtables.Content{}
+	for _, t := range of {
+		want[t] = xtables.Content{}
+	}
 	for _, c := range desired.Chains {
 		want[c.Table][c.Name] = c.Rules
 	}
-	tables := x.Kernels[f].Tables
-	for _, t := range []names.Table{names.NAT, names.Filter} {
+	for _, t := range of {
 		for _, name := range slices.Sorted(maps.Keys(tables[t])) {
 			rules, wanted := want[t][name]
 			held := tables[t][name]
@@ -98,8 +104,10 @@ func wantedByOthers(t names.Table, name string, table xtables.Content) bool {
 	return false
 }
 
-func (x *xtablesRules) others(f plan.Family) string {
-	tables := x.Kernels[f].Tables
+func (x *xtablesRules) others(f plan.Family) string { return othersInTables(x.Kernels[f].Tables) }
+
+// othersInTables returns what others have in tables of iptables.
+func othersInTables(tables map[names.Table]xtables.Content) string {
 	var out strings.Builder
 	for _, t := range slices.Sorted(maps.Keys(tables)) {
 		for _, name := range slices.Sorted(maps.Keys(tables[t])) {
@@ -185,7 +193,9 @@ var toXtables = []happening{
 func inTable(do func(xtables.Content, *rand.Rand) string) func(*world, *rand.Rand) string {
 	return func(w *world, r *rand.Rand) (what string) {
 		f, t := plan.Families[r.IntN(2)], []names.Table{names.NAT, names.Filter}[r.IntN(2)]
-		w.rules.(*xtablesRules).Change(f, func(tables map[names.Table]xtables.Content) {
+		w.rules.(interface {
+			Change(plan.Family, func(map[names.Table]xtables.Content))
+		}).Change(f, func(tables map[names.Table]xtables.Content) {
 			what = do(tables[t], r)
 			w.foreign[f] = w.rules.others(f)
 			w.disturb(f)

@@ -166,8 +166,8 @@ func (w *world) agrees(f plan.Family, m model) (why string) {
 	}
 	for q := range w.probes(f) {
 		want := m.verdict(q.packet())
-		if want.Action == plan.Pass && w.cfg.Mode == "nftables" && m.hasClusterIP(q.to.Addr()) {
-			want.Action = plan.Reject // as are all other ports of it in that mode
+		if want.Action == plan.Pass && w.cfg.Mode != "iptables" && m.hasClusterIP(q.to.Addr()) {
+			want.Action = plan.Reject // as are all other ports of it in these modes
 		}
 		outcomes, err := rules.Trace(q.packet(), thisNode)
 		if err == nil {

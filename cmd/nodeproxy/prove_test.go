@@ -40,7 +40,8 @@ type provenMode struct {
 	own   []happening
 }
 
-var provenModes = map[string]provenMode{"iptables": {newXtablesRules, toXtables}, "nftables": {newNFTRules, toNFT}}
+var provenModes = map[string]provenMode{"iptables": {newXtablesRules, toXtables}, "ipvs": {newIPVSRules, slices.Concat(toIPVS, toXtables)},
+	"nftables": {newNFTRules, toNFT}}
 
 // happeningsIn are all happenings in a mode.
 func happeningsIn(mode string) []happening {
@@ -52,7 +53,7 @@ func modeOf(seed uint64) string {
 	if mode := os.Getenv("NODEPROXY_MODE"); mode != "" {
 		return mode
 	}
-	return slices.Sorted(maps.Keys(provenModes))[seed%2]
+	return slices.Sorted(maps.Keys(provenModes))[seed%uint64(len(provenModes))]
 }
 
 // drawSchedule draws a schedule. No two things happen in the same nanosecond.

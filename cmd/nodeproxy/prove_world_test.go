@@ -373,7 +373,7 @@ func (w *world) changed(f plan.Family, by ruleWriter, input string) {
 // send sends a packet.
 func (w *world) send(q probe, rules *packetsim.Machine) {
 	_, disturbed := w.disturbed[plan.FamilyOf(q.to.Addr())]
-	misled := disturbed && w.cfg.Mode == "nftables" // Others may have changed to which endpoint an element leads.
+	misled := disturbed && w.cfg.Mode != "iptables" // Others may have changed to which endpoint an element leads, or added a real server.
 	outcomes, err := rules.Trace(q.packet(), thisNode)
 	if err != nil {
 		w.fail("packet %s: %v", q.packet(), err)

@@ -46,8 +46,8 @@ type Kernel struct {
 	Exact bool
 	Calls []string
 	Fail  string // calls that begin with this fail
-	// Before is called before each change, if it is not nil, and Step after each.
-	Before, Step func()
+	// Before is called before each change, if it is not nil.
+	Before func()
 }
 
 // New returns a Kernel of a family that holds nothing.
@@ -230,15 +230,8 @@ func (k Sets) change(what string, s ipset.Set, list []ipset.Entry, do func(in ma
 	}
 	for _, e := range list {
 		do(in, e)
-		k.step()
 	}
 	return nil
-}
-
-func (k *Kernel) step() {
-	if k.Step != nil {
-		k.Step()
-	}
 }
 
 // Add is as that of ipset.Sets.
@@ -302,7 +295,6 @@ func (k Device) each(what string, list []netip.Addr, do func(netip.Addr)) error 
 	}
 	for _, a := range list {
 		do(a)
-		k.step()
 	}
 	return k.Call("%s %v", what, list)
 }

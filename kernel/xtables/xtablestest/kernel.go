@@ -22,7 +22,9 @@ type Kernel struct {
 	// RefuseReached, if set, makes restores fail after which a rule that holds it can be reached from a built-in chain.
 	RefuseReached string
 	// Locked, if set, makes the next restore of text that holds it find the xtables lock held.
-	Locked   string
+	Locked string
+	// HasSet reports whether an ipset is there, without which a rule that asks it is refused; nil if all are.
+	HasSet   func(name string) bool
 	Restores []string
 	Changed  func() // is called after each change of a table
 }
@@ -119,6 +121,9 @@ func (k *Kernel) Restore(text string) error {
 			if _, ok := work[name]; !ok {
 				return fail("no such chain")
 			}
+			if set := SetOf(body); set != "" && k.HasSet != nil && !k.HasSet(set) {
+				return fail("Set " + set + " doesn't exist")
+			}
 			work[name] = append(work[name], body)
 		case strings.HasPrefix(line, "-I "):
 			words := strings.SplitN(line[3:], " ", 3)
@@ -146,6 +151,17 @@ func (k *Kernel) Restore(text string) error {
 		}
 	}
 	return nil
+}
+
+// SetOf returns the ipset that a rule asks; "" for none.
+func SetOf(rule string) string {
+	for _, option := range []string{"--match-set ", "--map-set "} {
+		if _, rest, is := strings.Cut(rule, option); is {
+			name, _, _ := strings.Cut(rest, " ")
+			return name
+		}
+	}
+	return ""
 }
 
 func checkTargets(t xtables.Content) error {

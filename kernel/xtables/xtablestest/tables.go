@@ -172,17 +172,25 @@ func (p *Process) Writing() (done func()) { return func() {} }
 
 // Run is as that of xtables.Watch.
 func (p *Process) Run(ctx context.Context, suspect func(why string)) error {
+	follow := p.Open(suspect)
+	suspect("changes by other programs were not watched for until now")
+	follow(ctx)
+	return nil
+}
+
+// Open has suspect called when others change tables, until the context of what it returns ends.
+func (p *Process) Open(suspect func(why string)) (follow func(context.Context)) {
 	p.Lock()
+	defer p.Unlock()
 	if !p.Dead() {
 		p.watching[p] = suspect
 	}
-	p.Unlock()
-	suspect("changes by other programs were not watched for until now")
-	<-ctx.Done()
-	p.Lock()
-	defer p.Unlock()
-	delete(p.watching, p)
-	return nil
+	return func(ctx context.Context) {
+		<-ctx.Done()
+		p.Lock()
+		defer p.Unlock()
+		delete(p.watching, p)
+	}
 }
 
 // Program returns the xtables.Kernel by which a process uses the tables of a family.
