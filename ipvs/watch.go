@@ -13,8 +13,8 @@ import (
 
 // Watch calls suspect, with the reason, when another program may have changed what Sync has written: at once for rules, the guard
 // of marks, addresses and routes, later for what counting virtual servers and entries of sets does not show (probe.go). What counting
-// shows, it repairs itself. It returns when ctx ends, or with an error if it can't watch: then only a comparison of everything finds
-// changes.
+// shows, it repairs itself. It begins with a call, since nothing has watched since the first Sync. It returns when ctx ends, or with an
+// error if it can't watch: then only a comparison of everything finds changes.
 func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
 	device, err := b.node.WatchDevice()
 	if err != nil {
@@ -56,6 +56,7 @@ func (b *Backend) Watch(ctx context.Context, suspect func(why string)) error {
 		}
 		running.Go(func() { rules(ctx, suspect) })
 	}
+	suspect("changes by other programs were not watched for until now")
 	b.probe(ctx, suspect)
 	return nil
 }

@@ -79,6 +79,7 @@ type Result struct {
 	Triggers             []Trigger     // of the changes that it has programmed
 	Eligible             bool          // as State.NodeEligible
 	Waiting              int           // the number of changed ServicePorts that are left to later syncs
+	Unfinished           bool          // as Config.Unfinished: later syncs go on with it
 	Began                time.Time     // when the sync began
 	Waited               time.Duration // how long the oldest of the changes had waited until then
 	Reasons              []Reason      // why it was made
@@ -516,6 +517,7 @@ func (p *Proxier) round(ctx context.Context) {
 		result.Backend = time.Since(writing)
 		result.Difference = difference(p.published.Latest(), desired, change)
 		p.ended(desired, change, start, result)
+		result.Unfinished = p.goesOn
 	}
 	p.settled.Store(result.Err == nil && result.Waiting == 0)
 	if result.Err == nil {

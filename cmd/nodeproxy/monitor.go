@@ -111,7 +111,7 @@ func (m *monitor) Synced(p *plan.Plan, change plan.Change, r proxier.Result) {
 	switch {
 	case r.Err != nil:
 		return
-	case r.Waiting > 0:
+	case r.Waiting > 0 || r.Unfinished:
 		m.node.Progressed()
 	default:
 		m.node.Programmed()

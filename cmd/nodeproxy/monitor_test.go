@@ -41,5 +41,12 @@ func TestRestOfAChangeIsLate(t *testing.T) {
 		if !m.node.Healthy() {
 			t.Error("unhealthy when all is programmed")
 		}
+		m.Queued(proxier.Input{}, true)
+		m.Taken()
+		m.Synced(p, plan.Only(nil), proxier.Result{Unfinished: true})
+		time.Sleep(time.Second)
+		if m.node.OldestChange() == 0 {
+			t.Error("no change waits, though the backend has not finished one")
+		}
 	})
 }

@@ -58,6 +58,7 @@ func inLab(t testing.TB, v xtables.Variant, n int, o ipvs.Options, f func(l *lab
 		running.Go(func() {
 			assert.NoError(t, l.watch(ctx))
 		})
+		<-l.seen // It begins with a suspicion.
 		f(l)
 	})
 }
