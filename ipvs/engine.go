@@ -9,7 +9,6 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
-	"sync"
 	"time"
 
 	"nodeproxy/backend"
@@ -60,7 +59,7 @@ type engine struct {
 	mostAtOnce  int // the constant, or less
 	// alike is the number of full comparisons that found all virtual servers as they had been written.
 	alike    int
-	ruleSync sync.Mutex // held while machine.tables is used; locked after mu
+	ruleSync backend.Mutex // held while machine.tables is used; locked after mu
 	// rules are those that were written last; nil if that is not known. ruleDrift is what machine.tables has found to differ from them.
 	rules     *xtables.Desired
 	ruleDrift drift.Found

@@ -14,15 +14,16 @@ type Set[K comparable, V any] struct {
 	// slots is a hash table with linear probing. Its length is a power of two, and at least a quarter of it is free.
 	slots []*V
 	n     int
+	seed  maphash.Seed
 }
 
 // least is the length of the smallest table.
 const least = 8
 
-var seed = maphash.MakeSeed()
-
 // New returns an empty Set of values whose keys are what key returns. The key of a value must not change while the Set has it.
-func New[K comparable, V any](key func(*V) K) *Set[K, V] { return &Set[K, V]{key: key} }
+func New[K comparable, V any](key func(*V) K) *Set[K, V] {
+	return &Set[K, V]{key: key, seed: maphash.MakeSeed()}
+}
 
 // Len returns the number of values.
 func (s *Set[K, V]) Len() int { return s.n }
@@ -70,7 +71,7 @@ func (s *Set[K, V]) Delete(k K) {
 }
 
 // Clone returns a Set of the same values.
-func (s *Set[K, V]) Clone() *Set[K, V] { return &Set[K, V]{s.key, slices.Clone(s.slots), s.n} }
+func (s *Set[K, V]) Clone() *Set[K, V] { return &Set[K, V]{s.key, slices.Clone(s.slots), s.n, s.seed} }
 
 // All iterates over the values, in no order. The Set must not change meanwhile.
 func (s *Set[K, V]) All() iter.Seq[*V] {
@@ -84,7 +85,7 @@ func (s *Set[K, V]) All() iter.Seq[*V] {
 }
 
 // home returns where a key should be.
-func (s *Set[K, V]) home(k K) int { return int(maphash.Comparable(seed, k)) & (len(s.slots) - 1) }
+func (s *Set[K, V]) home(k K) int { return int(maphash.Comparable(s.seed, k)) & (len(s.slots) - 1) }
 
 // find returns where a key is, or else the free slot where it would be.
 func (s *Set[K, V]) find(k K) int {
