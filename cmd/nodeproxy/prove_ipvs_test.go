@@ -248,7 +248,9 @@ var toIPVS = []happening{
 			k.Set[name][e] = with
 		}
 	})},
-	{"others-destroy-set", 1, onSet(func(k *ipvstest.Kernel, name string, _ *rand.Rand) { _ = ipvstest.Sets{Kernel: k}.Destroy(name) })}, // Rules may use it.
+	{"others-destroy-set", 1, onSet(func(k *ipvstest.Kernel, name string, _ *rand.Rand) {
+		_ = ipvstest.Sets{Kernel: k}.Destroy(name) // Rules may use it.
+	})},
 	{"others-change-address", 3, onKernel(changeAddress)},
 	{"others-delete-device", 1, func(w *world, _ *rand.Rand) string {
 		for _, f := range plan.Families {

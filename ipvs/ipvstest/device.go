@@ -103,7 +103,9 @@ func (p ProcessDevice) AddAddresses(list []netip.Addr) error {
 
 // RemoveAddresses is as that of host.Device.
 func (p ProcessDevice) RemoveAddresses(list []netip.Addr) error {
-	return p.change("remove addresses", list, Device.RemoveAddresses, func(a netip.Addr) host.DeviceChange { return host.DeviceChange{Address: a, Gone: true} })
+	return p.change("remove addresses", list, Device.RemoveAddresses, func(a netip.Addr) host.DeviceChange {
+		return host.DeviceChange{Address: a, Gone: true}
+	})
 }
 
 // AddUnrouted is as that of host.Device.

@@ -123,7 +123,8 @@ const mostNotifications = 100000
 
 // Start starts a process.
 func (n *Node) Start() *Process {
-	p := &Process{Process: n.Tables.Start(), node: n, device: make(chan host.DeviceChange, mostNotifications), tables: make(chan plan.Family, mostNotifications)}
+	p := &Process{Process: n.Tables.Start(), node: n, device: make(chan host.DeviceChange, mostNotifications),
+		tables: make(chan plan.Family, mostNotifications)}
 	n.Lock()
 	defer n.Unlock()
 	n.watching = append(n.watching, p)
