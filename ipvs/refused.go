@@ -28,8 +28,8 @@ type results struct {
 	refused map[ipvs.ServerID]error
 }
 
-// handleResults handles the results of changes of virtual servers. A refused one is noted in tried and undone in actual; every other error
-// is returned.
+// handleResults handles the results of changes of virtual servers. What has failed is undone in actual. A refusal is noted in tried; every
+// other error is returned.
 func (e *engine) handleResults(c changes, errs []error) error {
 	refused := map[ipvs.ServerID]error{}
 	others := false
@@ -46,13 +46,13 @@ func (e *engine) handleResults(c changes, errs []error) error {
 			others = true
 		}
 	}
-	if others {
-		return errors.Join(errs...)
-	}
 	for i, err := range slices.Backward(errs) {
 		if err != nil && c.undo[i] != nil {
 			c.undo[i]()
 		}
+	}
+	if others { // Whatever was refused is so again when the kernel has been read.
+		return errors.Join(errs...)
 	}
 	if e.tried.refused == nil {
 		e.tried.refused = refused

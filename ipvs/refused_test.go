@@ -3,6 +3,7 @@ package ipvs
 import (
 	"errors"
 	"fmt"
+	"net/netip"
 	"slices"
 	"testing"
 
@@ -37,6 +38,45 @@ func (k *picky) Apply(ops []ipvs.Op) []error {
 		errs = append(errs, err)
 	}
 	return errs
+}
+
+// TestNoneAdded: real servers stay as long as none of those that are to take their place could be added.
+func TestNoneAdded(t *testing.T) {
+	p := plantest.Large(20, 3)
+	sp := p.Sorted(plan.IPv4)[7]
+	e, k := fakeEngine(plan.IPv4, Options{})
+	fails, servers := true, &picky{Servers: ipvstest.Servers{Kernel: k}}
+	servers.refuses = func(op ipvs.Op) error {
+		if fails && op.Kind == ipvs.AddRealServer && op.Server.ID.Addr == sp.Frontends[0].Addr {
+			return unix.ENOMEM
+		}
+		return nil
+	}
+	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
+	e.machine.servers = servers
+	inUse := func() (out []netip.AddrPort) {
+		for id, v := range k.Virtual {
+			for a, d := range v.RealServers {
+				if id.Addr == sp.Frontends[0].Addr && d.Weight > 0 {
+					out = append(out, a)
+				}
+			}
+		}
+		slices.SortFunc(out, netip.AddrPort.Compare)
+		return out
+	}
+	was := inUse()
+	changed := *plantest.LargeService(7, 5000, 3)
+	changed.Key, changed.Frontends = sp.Key, sp.Frontends
+	p.Set(&changed)
+	if err := e.Sync(t.Context(), p, plan.Only(plan.Keys{sp.Key: {}})); err == nil || len(was) == 0 || !slices.Equal(inUse(), was) {
+		t.Errorf("%v: %v are in use, and were %v", err, inUse(), was)
+	}
+	fails = false
+	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
+	if now := inUse(); len(now) != len(changed.All()) || slices.ContainsFunc(now, func(a netip.AddrPort) bool { return slices.Contains(was, a) }) {
+		t.Errorf("later, %v are in use, and were %v", now, was)
+	}
 }
 
 // TestRefusedServer: a virtual server, or a real server, that the kernel refuses is reported, and is not a failure: all others are

@@ -76,12 +76,16 @@ func (e *engine) pruneServer(id ipvs.ServerID, replaced bool) {
 		e.deleteServer(have)
 		return
 	}
+	used := func(d actualRealServer) bool {
+		_, is := slices.BinarySearchFunc(want.endpoints(), d.Addr, func(ep plan.Endpoint, a netip.AddrPort) int { return ep.Addr.Compare(a) })
+		return is
+	}
+	if len(want.endpoints()) > 0 && e.refused[id] == nil && !slices.ContainsFunc(have.realServers, used) {
+		return // None could be added. The old ones are better than none, until the next attempt.
+	}
 	for _, d := range slices.Clone(have.realServers) {
-		_, used := slices.BinarySearchFunc(want.endpoints(), d.Addr, func(ep plan.Endpoint, a netip.AddrPort) int {
-			return ep.Addr.Compare(a)
-		})
 		switch {
-		case used:
+		case used(d):
 		case want.drains() || replaced:
 			e.drainRealServer(want, have, d)
 		default:
