@@ -53,7 +53,6 @@ func newIPVSRules(w *world) nodeRules {
 			w.changed(f, by, what)
 		}
 	}
-	v.Failed = w.unsteady // One failure does not prevent other changes, even those that remove what was to be replaced.
 	for name, value := range ipvsSettings {
 		v.setting(name, value)
 	}

@@ -82,8 +82,11 @@ func drawSchedule(seed uint64) schedule {
 // run lets a schedule happen. It returns why it failed, "" if it did not, what happened, and the sum of all that was written and when.
 func (s schedule) run(t *testing.T) (failure string, story []string, sum uint64) {
 	defer debug.SetGCPercent(debug.SetGCPercent(-1)) // A collection stops what runs, anywhere.
+	settings, err := os.MkdirTemp("", "prove")
+	require.NoError(t, err)
+	defer os.RemoveAll(settings)
 	synctest.Test(t, func(t *testing.T) {
-		w, happenings := newWorld(t, s.seed, s.mode), happeningsIn(s.mode)
+		w, happenings := newWorld(t, s.seed, s.mode, settings), happeningsIn(s.mode)
 		r := rand.New(rand.NewPCG(s.seed, 3))
 		w.changeNode(r)
 		for range 6 {

@@ -127,7 +127,8 @@ func (p probe) packet() plan.Packet {
 // thisNode has the addresses of the node.
 var thisNode = packetsim.Node{Local: func(a netip.Addr) bool { return a == nodeAddress(plan.FamilyOf(a)) }}
 
-func newWorld(t *testing.T, seed uint64, mode string) *world {
+// newWorld makes a world. Kernel settings are in a directory: its name is not drawn in simulated time, in which all may draw the same.
+func newWorld(t *testing.T, seed uint64, mode, settings string) *world {
 	random := rand.New(rand.NewPCG(seed, 1))
 	w := &world{seed: seed, cluster: apiservertest.NewCluster(random, 1+random.IntN(3)), began: time.Now(), steady: map[probe]bool{},
 		heeded: map[probe]bool{}, lost: map[string]bool{},
@@ -142,7 +143,7 @@ func newWorld(t *testing.T, seed uint64, mode string) *world {
 	if w.cfg, err = flags.Config(); err != nil {
 		t.Fatal(err)
 	}
-	w.cfg.Servers, w.cfg.Socket, w.cfg.Conntrack, w.cfg.SysctlDir = config.Servers{UI: "false"}, "", config.Conntrack{}, t.TempDir()
+	w.cfg.Servers, w.cfg.Socket, w.cfg.Conntrack, w.cfg.SysctlDir = config.Servers{UI: "false"}, "", config.Conntrack{}, settings
 	w.flows.kernel.Flows = othersFlows()
 	w.rules = provenModes[mode].rules(w)
 	for _, f := range plan.Families {
@@ -336,11 +337,6 @@ func (w *world) verified(text string) {
 // disturb notes that the tables of a family may not be as the daemon has left them.
 func (w *world) disturb(f plan.Family) {
 	w.disturbed[f], w.flows.disturbed = time.Now(), time.Now()
-	w.unsteady(f)
-}
-
-// unsteady notes that packets of a family may not get where they got.
-func (w *world) unsteady(f plan.Family) {
 	clear(w.heeded)
 	for q := range w.steady {
 		if q.to.Addr().Is4() == (f == plan.IPv4) {

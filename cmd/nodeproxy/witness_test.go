@@ -37,7 +37,7 @@ func putSlice(w *world, endpoint string) {
 func TestWitness(t *testing.T) {
 	for _, asks := range []bool{true, false} {
 		synctest.Test(t, func(t *testing.T) {
-			w := newWorld(t, 1, "iptables")
+			w := newWorld(t, 1, "iptables", t.TempDir())
 			w.cluster.Pace, w.cluster.Travel = nil, nil
 			putSlice(w, "10.244.1.1")
 			w.put("services", &v1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "s0"}, Spec: v1.ServiceSpec{ClusterIP: "10.96.0.10",
