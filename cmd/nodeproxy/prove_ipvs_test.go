@@ -53,6 +53,7 @@ func newIPVSRules(w *world) nodeRules {
 			w.changed(f, by, what)
 		}
 	}
+	v.Failed = w.unsteady // A mark may come before its virtual server, which has failed.
 	for name, value := range ipvsSettings {
 		v.setting(name, value)
 	}

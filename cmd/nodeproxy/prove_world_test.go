@@ -337,6 +337,11 @@ func (w *world) verified(text string) {
 // disturb notes that the tables of a family may not be as the daemon has left them.
 func (w *world) disturb(f plan.Family) {
 	w.disturbed[f], w.flows.disturbed = time.Now(), time.Now()
+	w.unsteady(f)
+}
+
+// unsteady notes that packets of a family may not get where they got.
+func (w *world) unsteady(f plan.Family) {
 	clear(w.heeded)
 	for q := range w.steady {
 		if q.to.Addr().Is4() == (f == plan.IPv4) {

@@ -83,7 +83,7 @@ func (p ProcessDevice) change(what string, list []netip.Addr, do func(Device, []
 	var late error
 	err := p.write(f, fmt.Sprintf("%s %v", what, list), func(k *Kernel) (changes []host.DeviceChange, err error) {
 		var most int
-		most, late = p.node.most(len(list))
+		most, late = p.node.most(f, len(list))
 		if notify != nil {
 			for _, a := range list[:most] {
 				changes = append(changes, notify(a))

@@ -26,6 +26,8 @@ type Node struct {
 	Held map[plan.Family]*Kernel
 	// Altered is called after each change of what a Kernel holds, with the Node locked. by is nil for a change by Alter.
 	Altered func(f plan.Family, by *Process, what string)
+	// Failed is called when a trouble keeps a Process from changing what a Kernel holds, with the Node locked.
+	Failed func(f plan.Family)
 
 	trouble  Trouble
 	until    time.Time // when the trouble ends
@@ -221,6 +223,7 @@ func (p *Process) write(f plan.Family, what string, do func(*Kernel) ([]host.Dev
 	case p.Dead():
 		return errDead
 	case p.node.ails(Refused):
+		p.node.Failed(f)
 		return unix.ENOMEM
 	}
 	changes, err := do(p.node.Held[f])
@@ -235,9 +238,10 @@ func (p *Process) write(f plan.Family, what string, do func(*Kernel) ([]host.Dev
 	return nil
 }
 
-// most returns how many of a list are taken, and the error for the others. The Node must be locked.
-func (n *Node) most(all int) (int, error) {
+// most returns how many of a list of a family are taken, and the error for the others. The Node must be locked.
+func (n *Node) most(f plan.Family, all int) (int, error) {
 	if n.ails(Halfway) {
+		n.Failed(f)
 		return all / 2, unix.ENOMEM
 	}
 	return all, nil
@@ -335,7 +339,7 @@ func (p ProcessServers) RealServers(id ipvs.ServerID, n int) (map[netip.AddrPort
 func (p ProcessServers) Apply(ops []ipvs.Op) []error {
 	errs := make([]error, len(ops))
 	p.Lock()
-	most, late := p.node.most(len(ops))
+	most, late := p.node.most(ops[0].Server.ID.Family, len(ops))
 	p.Unlock()
 	for i, op := range ops {
 		if i >= most {
@@ -485,7 +489,7 @@ func (p ProcessSets) change(what string, s ipset.Set, list []ipset.Entry, do fun
 	var late error
 	err := p.write(s.Family, fmt.Sprintf("%s %s %v", what, s.Name, list), func(k *Kernel) ([]host.DeviceChange, error) {
 		var most int
-		most, late = p.node.most(len(list))
+		most, late = p.node.most(s.Family, len(list))
 		return nil, do(Sets{k}, list[:most])
 	})
 	return errors.Join(err, late)
