@@ -213,8 +213,8 @@ soak: deps build $(if $(filter ipvs,$(MODE)),kernel)
 	SOAK=$(SOAK) SOAK_RATE=$(SOAK_RATE) NODEPROXY_KERNEL_TIMEOUT=86400 NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -count=1 -timeout 0 -v \
 		-run '^TestSoak$$/^$(SOAK_VARIANT)$$' ./e2e$(if $(filter ipvs,$(MODE)),/ipvs) | hack/quiet
 
-# The daemon in simulated time: PROVE schedules of faults from seed SEED on, in modes iptables and nftables in turn, or in PROVE_MODE; before them
-# the first hundred twice, which must be the same. See docs/faults.md.
+# The daemon in simulated time: PROVE schedules of faults from seed SEED on, in modes iptables, ipvs and nftables in turn, or in PROVE_MODE;
+# before them, the first hundred twice, which must be the same. See docs/faults.md.
 PROVE      ?= 100000
 SEED       ?= 0
 PROVE_MODE ?=
