@@ -190,18 +190,21 @@ func (r *ruleMaker) filter() {
 		r.to(setNodePortLocal)+"-g "+names.IPVSNodePortsLocal,
 		isNew+r.to(setNodePortNoEndpoints)+r.reject())
 	// A frontend that gets its first endpoints, or loses its last ones, may be in a set of marks and not among those without endpoints here.
-	r.chain(names.Filter, names.IPVSLocal, r.outside(isNew+r.to(setNoLocalEndpoints)+"-j DROP", isNew+r.to(setNoEndpoints)+r.reject())...)
-	r.chain(names.Filter, names.IPVSNodePortsLocal, r.outside(isNew+r.to(setNodePortNoLocalEndpoints)+"-j DROP")...)
+	local := func(chain string, none, noLocal setID) {
+		r.chain(names.Filter, chain, append([]string{isNew + r.to(none) + r.reject()}, r.outside(isNew+r.to(noLocal)+"-j DROP")...)...)
+	}
+	local(names.IPVSLocal, setNoEndpoints, setNoLocalEndpoints)
+	local(names.IPVSNodePortsLocal, setNodePortNoEndpoints, setNodePortNoLocalEndpoints)
 }
 
-// outside returns rules that apply some to all packets except those of pods and of the node itself, which are led to endpoints
+// outside returns rules that apply a rule to all packets except those of pods and of the node itself, which are led to endpoints
 // elsewhere.
-func (r *ruleMaker) outside(rules ...string) []string {
+func (r *ruleMaker) outside(rule string) []string {
 	var out []string
 	if pods, ok := common.FromPods(r.settings.DetectLocal, r.family, false); ok {
 		out = append(out, pods+"-j RETURN")
 	}
-	return append(append(out, fromNode+"-j RETURN"), rules...)
+	return append(out, fromNode+"-j RETURN", rule)
 }
 
 // nat makes the chains that mark packets for masquerading, except those that table mangle has marked.
