@@ -242,7 +242,7 @@ var toIPVS = []happening{
 	{"others-add-entry", 1, onSet(func(k *ipvstest.Kernel, name string, r *rand.Rand) {
 		e := entryOf(k, name, r)
 		with := k.Set[name][e]
-		e.Port, with.Port = uint16(80+r.IntN(4)), 0
+		e.Port = uint16(80 + r.IntN(4))
 		with.Port = e.Port
 		if e.Protocol != "" {
 			k.Set[name][e] = with

@@ -113,7 +113,11 @@ func (k Servers) Get(id ipvs.ServerID) (*ipvs.ActualServer, error) {
 
 // RealServers is as that of ipvs.Servers.
 func (k Servers) RealServers(id ipvs.ServerID, _ int) (map[netip.AddrPort]ipvs.ActualRealServer, error) {
-	v, err := k.Get(id)
+	return realServers(k.Get(id))
+}
+
+// realServers are those of a virtual server; none if there is none.
+func realServers(v *ipvs.ActualServer, err error) (map[netip.AddrPort]ipvs.ActualRealServer, error) {
 	if v == nil {
 		return nil, err
 	}

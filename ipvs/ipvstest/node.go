@@ -7,6 +7,7 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
+	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -327,12 +328,8 @@ func (p ProcessServers) Get(id ipvs.ServerID) (v *ipvs.ActualServer, err error) 
 }
 
 // RealServers is as that of ipvs.Servers.
-func (p ProcessServers) RealServers(id ipvs.ServerID, n int) (map[netip.AddrPort]ipvs.ActualRealServer, error) {
-	v, err := p.Get(id)
-	if v == nil {
-		return nil, err
-	}
-	return v.RealServers, err
+func (p ProcessServers) RealServers(id ipvs.ServerID, _ int) (map[netip.AddrPort]ipvs.ActualRealServer, error) {
+	return realServers(p.Get(id))
 }
 
 // Apply is as that of ipvs.Servers.
@@ -431,7 +428,7 @@ type ProcessSets struct{ *Process }
 
 // familyOf returns the family of a set by its name.
 func familyOf(name string) plan.Family {
-	if len(name) > 7 && name[:7] == "KUBE-6-" {
+	if strings.HasPrefix(name, "KUBE-6-") {
 		return plan.IPv6
 	}
 	return plan.IPv4
