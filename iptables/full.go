@@ -98,7 +98,7 @@ func (f *fullSync) run(p *plan.Plan) error {
 	for _, step := range []func() error{
 		func() error { return f.foundation(p, services) },
 		func() error { return f.services(services) },
-		f.dispatch, f.jumps, f.leaveOtherModes,
+		f.newRefusals, f.dispatch, f.jumps, f.leaveOtherModes,
 		func() error { return f.prune(names.NAT) },
 		func() error { return f.prune(names.Filter) },
 	} {

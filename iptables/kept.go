@@ -76,13 +76,8 @@ func (f *fullSync) findKept(p *plan.Plan) error {
 // readKept reads the entries of all dispatchers, and what belongs to them.
 func readKept(actual map[names.Table]xtables.Content) *kept {
 	k := &kept{chains: map[string][]string{}, forAll: map[tableChainName][]string{}}
-	for id, at := range places {
-		r := &entryReader{actual: actual[at.table], place: at, found: map[key][]string{}, seen: map[string]bool{}}
-		r.chain(at.chain)
-		for _, key := range slices.Sorted(maps.Keys(r.found)) {
-			rules := r.found[key]
-			k.entries = append(k.entries, entry{dispatcherID(id), key, rules, strings.Join(rules, "\n")})
-		}
+	for id := range dispatchers {
+		k.entries = append(k.entries, readEntries(id, actual)...)
 	}
 	for t, chains := range actual {
 		for name, rules := range chains {
@@ -94,6 +89,19 @@ func readKept(actual map[names.Table]xtables.Content) *kept {
 		}
 	}
 	return k
+}
+
+// readEntries returns the entries of a dispatcher that the kernel holds, in order of their keys.
+func readEntries(id dispatcherID, actual map[names.Table]xtables.Content) []entry {
+	at := places[id]
+	r := &entryReader{actual: actual[at.table], place: at, found: map[key][]string{}, seen: map[string]bool{}}
+	r.chain(at.chain)
+	var out []entry
+	for _, key := range slices.Sorted(maps.Keys(r.found)) {
+		rules := r.found[key]
+		out = append(out, entry{id, key, rules, strings.Join(rules, "\n")})
+	}
+	return out
 }
 
 // entryReader reads the entries of a dispatcher out of its chain and those below.

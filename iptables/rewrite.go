@@ -9,6 +9,37 @@ import (
 	"nodeproxy/plan"
 )
 
+// newRefusals writes the filter rules for traffic that was sent on and is to be refused, beside all others that the kernel holds, before
+// the nat rules for it go: there is no moment at which it is neither, as in update.
+func (f *fullSync) newRefusals() error {
+	if len(f.actual[names.NAT][names.Services]) == 0 {
+		return nil // Nothing is sent on.
+	}
+	desired := f.rules.tries
+	defer func() { f.rules.tries = desired }()
+	missing := false
+	var todo []xtables.Change
+	for _, id := range []dispatcherID{filterExternalNodePorts, filterExternal, filterServices, filterFirewall} {
+		held := map[key]bool{}
+		for _, e := range readEntries(id, f.actual) {
+			held[e.key] = true
+			if desired[id].at(e.key) == nil {
+				f.rules.tries[id] = f.rules.tries[id].with(e.key, e.from)
+			}
+		}
+		desired[id].entries(func(e *trie) { missing = missing || !held[e.prefix] })
+		// Those before it have their entries by now: its chain leads to them only if they have any.
+		f.rules.dispatcher(id, &f.rules.tries).chains(nil, func(c xtables.Chain) { todo = append(todo, f.differing(c)...) })
+	}
+	if !missing {
+		return nil
+	}
+	if err := f.dispatchInSteps(todo); !xtables.IsRefused(err) {
+		return err
+	}
+	return nil // It turns out in dispatch what the kernel does not take.
+}
+
 // dispatch writes what leads to the ServicePorts' own chains, with those of these that change: at once where they are not too
 // many, so that no packet meets the one without the other.
 func (f *fullSync) dispatch() error {
@@ -126,7 +157,7 @@ func (f *fullSync) fixedTodo() []xtables.Change {
 func (f *fullSync) dispatchInSteps(todo []xtables.Change) error {
 	// The roots come after the trees below them: until they are written, the trees that were there before are whole. What the
 	// common chains lose only then, such as a rule that masquerades for all Services, the former trees relied on.
-	slices.SortStableFunc(todo, func(a, b xtables.Change) int { return writeOrder(a.Chain) - writeOrder(b.Chain) })
+	slices.SortStableFunc(todo, func(a, b xtables.Change) int { return writeOrder(a) - writeOrder(b) })
 	if f.MaxNames == 0 || !f.nestsTooDeep(todo) {
 		return f.writeInSteps(todo)
 	}
@@ -163,15 +194,20 @@ func (f *fullSync) writeInSteps(todo []xtables.Change) error {
 // fixedName reports whether a chain is there whatever the Services: one that does not belong to a tree.
 func fixedName(name string) bool { return !names.OfService(name) || name == names.ExternalNodePorts }
 
-// writeOrder says when dispatchInSteps writes a chain: those of trees first, then the dispatchers' own, then the common chains.
-func writeOrder(name string) int {
-	switch {
-	case !fixedName(name):
-		return 0
-	case isDispatcher(name):
-		return 1
+// writeOrder says when dispatchInSteps writes a chain: those of trees first, then the dispatchers' own, then the common chains. Table filter
+// comes after table nat: it refuses what had no endpoints until packets are sent on.
+func writeOrder(c xtables.Change) int {
+	order := 0
+	if c.Table == names.Filter {
+		order = 2
 	}
-	return 2
+	switch {
+	case !fixedName(c.Chain):
+		return order
+	case isDispatcher(c.Chain):
+		return order + 1
+	}
+	return 4
 }
 
 // nestsTooDeep reports whether, while these chains are written one after the other, rules would at times lead deeper than the

@@ -175,6 +175,62 @@ func TestTakesOverAndLosesEndpoints(t *testing.T) {
 	}
 }
 
+// TestEndpointsPassInFullSync: while a sync of everything takes the last endpoint from one ServicePort and gives another its first, whose traffic
+// was refused, packets to either are sent on or refused all the while, however much is written at once.
+func TestEndpointsPassInFullSync(t *testing.T) {
+	t.Parallel()
+	const services, few = 40, 10 // Few entries stand in a dispatcher's own chain, many in others below it.
+	planOf := func(served func(i int) bool) *plan.Plan {
+		p := plantest.Large(0, 0)
+		for i := range services {
+			sp := plantest.LargeService(i, 3*i, 3)
+			if !served(i) {
+				sp = plantest.LargeService(i, 3*i, 0)
+			}
+			sp.Frontends = append(sp.Frontends, plan.Frontend{Kind: plan.ExternalIP, Addr: netip.AddrFrom4([4]byte{203, 0, 113, byte(i)}),
+				Protocol: plan.TCP, Port: 80}, plan.Frontend{Kind: plan.NodePort, Protocol: plan.TCP, Port: uint16(30000 + i)})
+			p.Set(sp)
+		}
+		return p
+	}
+	node := netip.MustParseAddr("192.0.2.1")
+	local := packetsim.Node{Local: func(a netip.Addr) bool { return a == node }}
+	first := func(i int) bool { return i < few }
+	others := func(i int) bool { return i >= few }
+	for most, served := range map[int][2]func(int) bool{0: {first, others}, 5: {first, others}, 20: {others, first}, 21: {first, others}} {
+		e, k := fakeEngine(plan.IPv4)
+		e.MaxNames = most
+		program(t, e, planOf(served[0]), plan.Everything())
+		states, after := 0, planOf(served[1])
+		k.Changed = func() {
+			states++
+			rules, err := restore.Parse(plan.IPv4, saved(k))
+			require.NoError(t, err)
+			for _, sp := range after.Sorted(plan.IPv4) {
+				for _, f := range sp.Frontends {
+					pkt := plan.Packet{Src: netip.MustParseAddr("198.51.100.7"), InInterface: "eth0", Dst: f.Addr, Protocol: plan.TCP, DstPort: f.Port}
+					if f.Kind == plan.NodePort {
+						pkt.Dst, pkt.DstLocal = node, true
+					}
+					outcomes, err := rules.Trace(pkt, local)
+					require.NoError(t, err)
+					for _, o := range outcomes {
+						if !o.DNAT && o.Action != packetsim.Reject {
+							t.Fatalf("at most %d names at once, after %d changes: %s gets to %s", most, states, pkt, o)
+						}
+					}
+				}
+			}
+		}
+		program(t, e, after, plan.Everything())
+		if states < 3 {
+			t.Errorf("all was written in %d steps", states)
+		}
+		k.Changed = nil
+		same(t, fmt.Sprintf("with at most %d names at once", most), textOfKernel(k), wantText(after, plan.IPv4))
+	}
+}
+
 // TestInternalPolicyOfMany: while a comparison of everything changes the internal policy of more ServicePorts than are written at once,
 // what comes from outside is masqueraded all the while, whichever the policy was.
 func TestInternalPolicyOfMany(t *testing.T) {
