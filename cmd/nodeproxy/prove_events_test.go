@@ -108,6 +108,17 @@ var (
 			w.start()
 			return "for " + long.String()
 		}},
+		{"new-flags", 2, func(w *world, r *rand.Rand) string {
+			args := drawFlags(w.cfg.Mode, r)
+			if r.IntN(2) == 0 {
+				w.kill(true)
+			} else {
+				w.stop()
+			}
+			w.configure(args...)
+			w.start()
+			return strings.Join(args, " ")
+		}},
 		{"change-all-slices", 2, func(w *world, r *rand.Rand) string {
 			for i := range services {
 				for k := range slicesOf {
@@ -127,6 +138,31 @@ var (
 		}},
 	}
 )
+
+// drawFlags draws flags of which a nodeproxy in a mode makes other rules.
+func drawFlags(mode string, r *rand.Rand) (args []string) {
+	maybe := func(flag string, values ...string) {
+		if i := r.IntN(2 * len(values)); i < len(values) {
+			args = append(args, "--"+flag+"="+values[i])
+		}
+	}
+	maybe("masquerade-all", "true")
+	maybe("nodeport-addresses", "primary", "192.0.2.0/24,2001:db8::/64")
+	switch mode {
+	case "nftables":
+		maybe("nftables-masquerade-bit", "15")
+		maybe("nftables-min-sync-period", "1s")
+	case "ipvs":
+		maybe("iptables-masquerade-bit", "15")
+		maybe("ipvs-scheduler", "lc", "wrr")
+		maybe("ipvs-vips", "addresses")
+		maybe("ipvs-min-sync-period", "1s")
+	default:
+		maybe("iptables-masquerade-bit", "15")
+		maybe("iptables-min-sync-period", "1s")
+	}
+	return args
+}
 
 // toServer returns what happens to an API server.
 func toServer(do func(*world, *apiservertest.CachingServer, *rand.Rand) string) func(*world, *rand.Rand) string {

@@ -137,7 +137,7 @@ func (w *world) holdsFlows(f plan.Family) {
 	if w.troubled || w.flows.troubled || recently {
 		return
 	}
-	if why := w.staleFlow(f, model(w.got)); why != "" {
+	if why := w.staleFlow(f, w.model(w.got)); why != "" {
 		w.fail("it says that it is in sync, but %s", why)
 	}
 }

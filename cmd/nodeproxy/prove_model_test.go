@@ -20,7 +20,14 @@ import (
 
 // model is the objects of a world, and says by them alone what must happen to a packet: a second opinion about what proxier, topology and a
 // mode make of them, for as much as the objects of a world may say.
-type model source.Batch
+type model struct {
+	source.Batch
+	masqueradeAll bool
+}
+
+func (w *world) model(objects source.Batch) model {
+	return model{objects, w.cfg.Settings.MasqueradeAll}
+}
 
 // verdict says what must happen to a packet.
 func (m model) verdict(q plan.Packet) plan.Verdict {
@@ -63,7 +70,7 @@ func (m model) hasClusterIP(a netip.Addr) bool {
 // decide says what must happen to a packet for a port of a Service, by its cluster IP or an external address.
 func (m model) decide(q plan.Packet, svc *v1.Service, port string, internal bool) plan.Verdict {
 	fromPod := fromPods(q.Src)
-	local, masquerade := ptr.Deref(svc.Spec.InternalTrafficPolicy, "") == v1.ServiceInternalTrafficPolicyLocal, !fromPod
+	local, masquerade := ptr.Deref(svc.Spec.InternalTrafficPolicy, "") == v1.ServiceInternalTrafficPolicyLocal, m.masqueradeAll || !fromPod
 	if !internal {
 		isLocal := svc.Spec.ExternalTrafficPolicy == v1.ServiceExternalTrafficPolicyLocal
 		local, masquerade = isLocal && !fromPod && !q.SrcLocal, !isLocal || q.SrcLocal

@@ -52,10 +52,12 @@ type world struct {
 	rules   nodeRules
 	flows   worldFlows
 	cfg     *config.Config
-	began   time.Time
-	silent  bool            // The API server may be back in time, or have sent an answer that does not end.
-	lost    map[string]bool // the names of objects of which a watch has lost something
-	pace    time.Duration
+	// configure has the next nodeproxy have further flags than every one has.
+	configure func(args ...string)
+	began     time.Time
+	silent    bool            // The API server may be back in time, or have sent an answer that does not end.
+	lost      map[string]bool // the names of objects of which a watch has lost something
+	pace      time.Duration
 	// troubled says that reading or writing rules has failed or been slow.
 	troubled bool
 
@@ -137,13 +139,16 @@ func newWorld(t *testing.T, seed uint64, mode, settings string) *world {
 		return w.draw("travel "+r.Verb+r.Resource, 30*time.Millisecond)
 	}
 	w.cluster.Pace = func() time.Duration { return w.draw("pace", w.pace) }
-	flags := newRunFlags(t, "--master=http://192.0.2.1:6443", "--proxy-mode="+mode, "--hostname-override=n1", "--cluster-cidr=10.244.0.0/16,fd44::/32",
-		"--iptables-localhost-nodeports=false")
-	var err error
-	if w.cfg, err = flags.Config(); err != nil {
-		t.Fatal(err)
+	w.configure = func(args ...string) {
+		flags := newRunFlags(t, append([]string{"--master=http://192.0.2.1:6443", "--proxy-mode=" + mode, "--hostname-override=n1",
+			"--cluster-cidr=10.244.0.0/16,fd44::/32", "--iptables-localhost-nodeports=false"}, args...)...)
+		var err error
+		if w.cfg, err = flags.Config(); err != nil {
+			t.Fatal(err)
+		}
+		w.cfg.Servers, w.cfg.Socket, w.cfg.Conntrack, w.cfg.SysctlDir = config.Servers{UI: "false"}, "", config.Conntrack{}, settings
 	}
-	w.cfg.Servers, w.cfg.Socket, w.cfg.Conntrack, w.cfg.SysctlDir = config.Servers{UI: "false"}, "", config.Conntrack{}, settings
+	w.configure()
 	w.flows.kernel.Flows = othersFlows()
 	w.rules = provenModes[mode].rules(w)
 	for _, f := range plan.Families {
@@ -429,10 +434,10 @@ func (w *world) end() {
 			return
 		}
 		for _, f := range plan.Families {
-			if why := cmp.Or(w.rules.differs(f, p, true), w.agrees(f, model(all))); why != "" {
+			if why := cmp.Or(w.rules.differs(f, p, true), w.agrees(f, w.model(all))); why != "" {
 				w.fail("%s: %s", when, why)
 			}
-			if why := w.staleFlow(f, model(all)); why != "" {
+			if why := w.staleFlow(f, w.model(all)); why != "" {
 				w.fail("%s: %s", when, why)
 			}
 			if now := w.rules.others(f); now != w.foreign[f] {
