@@ -228,11 +228,14 @@ func (k *Kernel) Chains(f plan.Family, name string) (out []Chain, err error) {
 				Priority: int32(netlink.BigEndian(netlink.Attribute(c.hook, unix.NFTA_HOOK_PRIORITY)))}
 		}
 		for _, r := range c.rules {
-			exprs, err := exprsOf(f, netlink.Attribute(r.attrs, unix.NFTA_RULE_EXPRESSIONS))
-			if err != nil {
-				return nil, fmt.Errorf("chain %s: %w", c.name, err)
+			if r.read == nil {
+				exprs, err := exprsOf(f, netlink.Attribute(r.attrs, unix.NFTA_RULE_EXPRESSIONS))
+				if err != nil {
+					return nil, fmt.Errorf("chain %s: %w", c.name, err)
+				}
+				r.read = &nft.Rule{Text: fmt.Sprintf("%s rule %d", c.name, r.handle), Exprs: exprs}
 			}
-			ch.Rules, ch.Handles = append(ch.Rules, nft.Rule{Text: fmt.Sprintf("%s rule %d", c.name, r.handle), Exprs: exprs}), append(ch.Handles, r.handle)
+			ch.Rules, ch.Handles = append(ch.Rules, *r.read), append(ch.Handles, r.handle)
 		}
 		out = append(out, ch)
 	}
@@ -247,9 +250,20 @@ func (k *Kernel) Elements(f plan.Family, name string) (map[string][]nft.Element,
 	}
 	from, out := nft.NewConn(&socket{Process: k.Still().Start()}), map[string][]nft.Element{}
 	for _, s := range t.sets {
-		var err error
-		if out[s.name], err = from.Elements(f, name, nft.Set{Name: s.name}); err != nil {
-			return nil, err
+		for _, e := range s.elements {
+			if e.read != nil {
+				continue
+			}
+			list, err := from.Elements(f, name, nft.Set{Name: s.name})
+			if err != nil {
+				return nil, err
+			}
+			for _, read := range list {
+				s.elements[read.Key].read = &read
+			}
+		}
+		for _, e := range s.elements {
+			out[s.name] = append(out[s.name], *e.read)
 		}
 	}
 	return out, nil

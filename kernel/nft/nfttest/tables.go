@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"nodeproxy/kernel/netlink"
+	"nodeproxy/kernel/nft"
 )
 
 type table struct {
@@ -33,6 +34,7 @@ type set struct {
 type element struct {
 	key, data, chain string
 	attrs            netlink.Buffer
+	read             *nft.Element // as Elements returns it, once it has
 }
 
 type chain struct {
@@ -45,10 +47,11 @@ type chain struct {
 type rule struct {
 	handle uint64
 	attrs  netlink.Buffer
-	chains []string // that it leads to
-	sets   []string // that it looks up
-	maps   []string // of those, the maps whose verdicts it takes
-	hooks  []uint64 // those at which its expressions work, all of which are to translate; nil for any
+	chains []string  // that it leads to
+	sets   []string  // that it looks up
+	maps   []string  // of those, the maps whose verdicts it takes
+	hooks  []uint64  // those at which its expressions work, all of which are to translate; nil for any
+	read   *nft.Rule // as Chains returns it, once it has
 }
 
 func (m message) kind() uint16 { return m.Type & 0xff }
