@@ -85,10 +85,13 @@ func TestEveryFlagSetsItsField(t *testing.T) {
 	t.Parallel()
 	all := leaves(reflect.ValueOf(&proxyconfig.KubeProxyConfiguration{}).Elem(), "")
 	tested := map[string]bool{}
+	files := map[string]*Effective{}
+	for _, file := range []string{"testdata/kubeadm.yaml", "testdata/unusual.yaml"} {
+		files[file] = must(flagsOf(t, "--config="+file).Effective())(t)
+	}
 	for _, tc := range flagCases {
 		tested[tc.flag] = true
-		for _, file := range []string{"testdata/kubeadm.yaml", "testdata/unusual.yaml"} {
-			before := must(flagsOf(t, "--config="+file).Effective())(t)
+		for file, before := range files {
 			after := must(flagsOf(t, "--config="+file, "--"+tc.flag+"="+tc.value).Effective())(t)
 			for _, field := range all {
 				was, _ := lookup(&before.kp, field)
