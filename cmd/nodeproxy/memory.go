@@ -12,12 +12,9 @@ import (
 // heapGrowth is by how many percent the heap grows, once all objects have been read, before garbage is collected, unless the environment
 // variable GOGC says otherwise. Go's own 100 is for programs that make much garbage, as reading objects does, while there is little else.
 // Behind that it takes hundreds of changes to make as much as there is of objects, so that more frequent collections cost next to nothing,
-// and a quarter of the memory is left to others.
+// and a quarter of the memory is left to others. When the start is over, most collections begin at half of it (memory.CollectBetween): the
+// other half is room for what 100 changes at once, or a comparison, leave behind.
 const heapGrowth = 40
-
-// lateGrowth is the same when the start is over, and most collections begin at half of it (memory.CollectBetween). The other half is room
-// for what 100 changes at once, or a comparison, leave behind.
-const lateGrowth = 50
 
 // limitMemory has garbage collected more often where this process comes near the limit of its container, unless the environment variable
 // GOMEMLIMIT says when. A quarter of the limit is left to what is not on the heap: the pages of the program, and what the kernel keeps for
@@ -44,9 +41,6 @@ func (d *daemon) saveMemory(ctx context.Context) {
 		releaseProgram(d.log)
 	}
 	debug.FreeOSMemory()
-	if growthUnset() {
-		debug.SetGCPercent(lateGrowth)
-	}
 }
 
 // growthUnset reports whether it is left to this program when garbage is collected.
