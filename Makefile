@@ -117,7 +117,7 @@ lint:
 # It ends with a comparison of this machine with what it was before.
 test:
 	@hack/install-deps tier-1
-	@hack/unchanged hack/phases tier-1 "$(TIER_1)" -j5
+	@hack/unchanged hack/phases tier-1 "$(TIER_1)" -j3
 
 # Both tiers: everything there is.
 test-all: deps
