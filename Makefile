@@ -125,7 +125,7 @@ test-all: deps
 
 # The phases of the first tier, in the order in which they begin. What takes long to build is built with a lower priority, while the tests
 # run that need none of it.
-TIER_1 = 1-packages 1-iptables 1-nftables 1-lint 1-kernel 1-ipvs 1-cluster 1-cluster-nftables 1-demo
+TIER_1 = 1-packages 1-ipvs 1-iptables 1-nftables 1-kernel 1-cluster 1-cluster-nftables 1-lint 1-demo
 .PHONY: $(TIER_1)
 tier-1: $(TIER_1)
 ifneq ($(filter tier-1,$(MAKECMDGOALS)),)

@@ -96,6 +96,9 @@ func readEntries(id dispatcherID, actual map[names.Table]xtables.Content) []entr
 	at := places[id]
 	r := &entryReader{actual: actual[at.table], place: at, found: map[key][]string{}, seen: map[string]bool{}}
 	r.chain(at.chain)
+	if id == filterExternalNodePorts { // kube-proxy has them in the chain that leads there.
+		r.chain(names.ExternalServices)
+	}
 	var out []entry
 	for _, key := range slices.Sorted(maps.Keys(r.found)) {
 		rules := r.found[key]

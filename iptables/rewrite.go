@@ -9,35 +9,55 @@ import (
 	"nodeproxy/plan"
 )
 
-// newRefusals writes the filter rules for traffic that was sent on and is to be refused, beside all others that the kernel holds, before
-// the nat rules for it go: there is no moment at which it is neither, as in update.
+// refusing are the dispatchers of table filter that refuse or drop packets, each with the one of table nat that sends on the same ones. A
+// dispatcher comes after those to which its chain leads.
+var refusing = []struct{ filter, nat dispatcherID }{
+	{filterExternalNodePorts, natNodePorts}, {filterExternal, natServices}, {filterServices, natServices}, {filterFirewall, natServices},
+}
+
+// newRefusals adds the filter rules for packets that are to be refused and that the kernel still sends on. They are written before the nat
+// rules go, beside the filter rules that the kernel holds, so that at every moment such a packet is either sent on or refused; see update.
 func (f *fullSync) newRefusals() error {
-	if len(f.actual[names.NAT][names.Services]) == 0 {
-		return nil // Nothing is sent on.
-	}
 	desired := f.rules.tries
-	defer func() { f.rules.tries = desired }()
+	var held [dispatchers][]entry
+	sent := map[key]bool{}
 	missing := false
-	var todo []xtables.Change
-	for _, id := range []dispatcherID{filterExternalNodePorts, filterExternal, filterServices, filterFirewall} {
-		held := map[key]bool{}
-		for _, e := range readEntries(id, f.actual) {
-			held[e.key] = true
-			if desired[id].at(e.key) == nil {
-				f.rules.tries[id] = f.rules.tries[id].with(e.key, e.from)
-			}
+	for _, at := range refusing {
+		held[at.filter] = readEntries(at.filter, f.actual)
+		refused := make(map[key]bool, len(held[at.filter]))
+		for _, e := range held[at.filter] {
+			refused[e.key] = true
 		}
-		desired[id].entries(func(e *trie) { missing = missing || !held[e.prefix] })
-		// Those before it have their entries by now: its chain leads to them only if they have any.
-		f.rules.dispatcher(id, &f.rules.tries).chains(nil, func(c xtables.Chain) { todo = append(todo, f.differing(c)...) })
+		desired[at.filter].entries(func(e *trie) {
+			if refused[e.prefix] {
+				return
+			}
+			if held[at.nat] == nil { // Needed rarely.
+				held[at.nat] = readEntries(at.nat, f.actual)
+				for _, e := range held[at.nat] {
+					sent[e.key] = true
+				}
+			}
+			missing = missing || sent[e.prefix]
+		})
 	}
 	if !missing {
 		return nil
 	}
+	defer func() { f.rules.tries = desired }()
+	var todo []xtables.Change
+	for _, at := range refusing {
+		for _, e := range held[at.filter] {
+			if desired[at.filter].at(e.key) == nil {
+				f.rules.tries[at.filter] = f.rules.tries[at.filter].with(e.key, e.from)
+			}
+		}
+		f.rules.dispatcher(at.filter, &f.rules.tries).chains(nil, func(c xtables.Chain) { todo = append(todo, f.differing(c)...) })
+	}
 	if err := f.dispatchInSteps(todo); !xtables.IsRefused(err) {
 		return err
 	}
-	return nil // It turns out in dispatch what the kernel does not take.
+	return nil // dispatch finds out which entry the kernel does not take.
 }
 
 // dispatch writes what leads to the ServicePorts' own chains, with those of these that change: at once where they are not too
@@ -195,7 +215,7 @@ func (f *fullSync) writeInSteps(todo []xtables.Change) error {
 func fixedName(name string) bool { return !names.OfService(name) || name == names.ExternalNodePorts }
 
 // writeOrder says when dispatchInSteps writes a chain: those of trees first, then the dispatchers' own, then the common chains. Table filter
-// comes after table nat: it refuses what had no endpoints until packets are sent on.
+// comes after table nat, so that a ServicePort that had no endpoints is refused until its nat rules exist.
 func writeOrder(c xtables.Change) int {
 	order := 0
 	if c.Table == names.Filter {

@@ -3,6 +3,7 @@ package iptables
 import (
 	"fmt"
 	"net/netip"
+	"slices"
 	"strings"
 	"testing"
 
@@ -175,59 +176,81 @@ func TestTakesOverAndLosesEndpoints(t *testing.T) {
 	}
 }
 
-// TestEndpointsPassInFullSync: while a sync of everything takes the last endpoint from one ServicePort and gives another its first, whose traffic
-// was refused, packets to either are sent on or refused all the while, however much is written at once.
+// TestEndpointsPassInFullSync: while a sync of everything takes the last endpoint from some ServicePorts and gives others their first, every packet
+// to any of them is sent on or refused at all times, however much is written at once, and also where kube-proxy has written what refuses.
 func TestEndpointsPassInFullSync(t *testing.T) {
 	t.Parallel()
-	const services, few = 40, 10 // Few entries stand in a dispatcher's own chain, many in others below it.
-	planOf := func(served func(i int) bool) *plan.Plan {
-		p := plantest.Large(0, 0)
-		for i := range services {
-			sp := plantest.LargeService(i, 3*i, 3)
-			if !served(i) {
-				sp = plantest.LargeService(i, 3*i, 0)
-			}
-			sp.Frontends = append(sp.Frontends, plan.Frontend{Kind: plan.ExternalIP, Addr: netip.AddrFrom4([4]byte{203, 0, 113, byte(i)}),
-				Protocol: plan.TCP, Port: 80}, plan.Frontend{Kind: plan.NodePort, Protocol: plan.TCP, Port: uint16(30000 + i)})
-			p.Set(sp)
-		}
-		return p
-	}
-	node := netip.MustParseAddr("192.0.2.1")
-	local := packetsim.Node{Local: func(a netip.Addr) bool { return a == node }}
+	const few = 10 // Few entries stand in a dispatcher's own chain, many in others below it.
 	first := func(i int) bool { return i < few }
 	others := func(i int) bool { return i >= few }
-	for most, served := range map[int][2]func(int) bool{0: {first, others}, 5: {first, others}, 20: {others, first}, 21: {first, others}} {
+	for _, c := range []struct {
+		services, most int
+		before, after  func(int) bool
+		kubeProxy      bool
+	}{
+		{40, 0, first, others, false}, {40, 5, first, others, false}, {40, 20, others, first, false}, {40, 21, first, others, false},
+		{15, 0, first, others, true},
+	} {
 		e, k := fakeEngine(plan.IPv4)
-		e.MaxNames = most
-		program(t, e, planOf(served[0]), plan.Everything())
-		states, after := 0, planOf(served[1])
+		e.MaxNames = c.most
+		after := partlyServed(c.services, c.after)
+		program(t, e, partlyServed(c.services, c.before), plan.Everything())
+		if filter := k.Tables[names.Filter]; c.kubeProxy {
+			filter[names.ExternalServices] = append(slices.DeleteFunc(filter[names.ExternalServices], func(rule string) bool {
+				return xtables.Target(rule) == names.ExternalNodePorts
+			}), filter[names.ExternalNodePorts]...)
+			delete(filter, names.ExternalNodePorts)
+		}
+		states := 0
 		k.Changed = func() {
 			states++
 			rules, err := restore.Parse(plan.IPv4, saved(k))
 			require.NoError(t, err)
-			for _, sp := range after.Sorted(plan.IPv4) {
-				for _, f := range sp.Frontends {
-					pkt := plan.Packet{Src: netip.MustParseAddr("198.51.100.7"), InInterface: "eth0", Dst: f.Addr, Protocol: plan.TCP, DstPort: f.Port}
-					if f.Kind == plan.NodePort {
-						pkt.Dst, pkt.DstLocal = node, true
-					}
-					outcomes, err := rules.Trace(pkt, local)
-					require.NoError(t, err)
-					for _, o := range outcomes {
-						if !o.DNAT && o.Action != packetsim.Reject {
-							t.Fatalf("at most %d names at once, after %d changes: %s gets to %s", most, states, pkt, o)
-						}
-					}
-				}
-			}
+			neverLeft(t, after, rules, fmt.Sprintf("%+v: after %d changes", c, states))
 		}
 		program(t, e, after, plan.Everything())
 		if states < 3 {
-			t.Errorf("all was written in %d steps", states)
+			t.Errorf("%+v: all was written in %d steps", c, states)
 		}
 		k.Changed = nil
-		same(t, fmt.Sprintf("with at most %d names at once", most), textOfKernel(k), wantText(after, plan.IPv4))
+		same(t, fmt.Sprintf("%+v", c), textOfKernel(k), wantText(after, plan.IPv4))
+	}
+}
+
+// partlyServed is a plan of ServicePorts of which some have endpoints.
+func partlyServed(services int, served func(i int) bool) *plan.Plan {
+	p := plantest.Large(0, 0)
+	for i := range services {
+		sp := plantest.LargeService(i, 3*i, 3)
+		if !served(i) {
+			sp = plantest.LargeService(i, 3*i, 0)
+		}
+		sp.Frontends = append(sp.Frontends, plan.Frontend{Kind: plan.ExternalIP, Addr: netip.AddrFrom4([4]byte{203, 0, 113, byte(i)}),
+			Protocol: plan.TCP, Port: 80}, plan.Frontend{Kind: plan.NodePort, Protocol: plan.TCP, Port: uint16(30000 + i)})
+		p.Set(sp)
+	}
+	return p
+}
+
+// neverLeft fails if rules neither send on nor refuse a packet to a ServicePort.
+func neverLeft(t *testing.T, p *plan.Plan, rules *packetsim.Machine, when string) {
+	t.Helper()
+	node := netip.MustParseAddr("192.0.2.1")
+	local := packetsim.Node{Local: func(a netip.Addr) bool { return a == node }}
+	for _, sp := range p.Sorted(plan.IPv4) {
+		for _, f := range sp.Frontends {
+			pkt := plan.Packet{Src: netip.MustParseAddr("198.51.100.7"), InInterface: "eth0", Dst: f.Addr, Protocol: plan.TCP, DstPort: f.Port}
+			if f.Kind == plan.NodePort {
+				pkt.Dst, pkt.DstLocal = node, true
+			}
+			outcomes, err := rules.Trace(pkt, local)
+			require.NoError(t, err)
+			for _, o := range outcomes {
+				if !o.DNAT && o.Action != packetsim.Reject {
+					t.Fatalf("%s, %s gets to %s", when, pkt, o)
+				}
+			}
+		}
 	}
 }
 

@@ -12,7 +12,7 @@ import (
 // heapGrowth is by how many percent the heap grows, once all objects have been read, before garbage is collected, unless the environment
 // variable GOGC says otherwise. Go's own 100 is for programs that make much garbage, as reading objects does, while there is little else.
 // Behind that it takes hundreds of changes to make as much as there is of objects, so that more frequent collections cost next to nothing,
-// and a quarter of the memory is left to others. When the start is over, most collections begin at half of it (memory.CollectBetween): the
+// and a quarter of the memory is left to others. After the start, most collections begin at half of that (memory.CollectBetween): the
 // other half is room for what 100 changes at once, or a comparison, leave behind.
 const heapGrowth = 40
 

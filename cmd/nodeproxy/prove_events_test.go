@@ -139,7 +139,7 @@ var (
 	}
 )
 
-// drawFlags draws flags of which a nodeproxy in a mode makes other rules.
+// drawFlags draws flags that change the rules that nodeproxy writes in a mode.
 func drawFlags(mode string, r *rand.Rand) (args []string) {
 	maybe := func(flag string, values ...string) {
 		if i := r.IntN(2 * len(values)); i < len(values) {

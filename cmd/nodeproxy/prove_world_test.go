@@ -52,7 +52,7 @@ type world struct {
 	rules   nodeRules
 	flows   worldFlows
 	cfg     *config.Config
-	// configure has the next nodeproxy have further flags than every one has.
+	// configure sets flags of the next nodeproxy, in addition to those that every one has.
 	configure func(args ...string)
 	began     time.Time
 	silent    bool            // The API server may be back in time, or have sent an answer that does not end.

@@ -18,8 +18,10 @@ import (
 	"github.com/stretchr/testify/require"
 	v1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/intstr"
 	"k8s.io/utils/ptr"
 
 	"nodeproxy/e2e/harness"
@@ -33,8 +35,7 @@ const (
 
 // TestSchedules is TestProve of cmd/nodeproxy with a real API server and a real kernel: what happens to objects, to the API server, to
 // nodeproxy and, in every second schedule, to its rules, is drawn from a seed. In the end, packets get where the objects say, the kernel
-// holds what they ask for, and nodeproxy says so. Where others do not change rules, no request fails meanwhile to a Service that nothing
-// happens to.
+// holds what they ask for, and nodeproxy says that it does. Unless others change rules, no request to a Service that stays as it is fails.
 func TestSchedules(t *testing.T) {
 	n, first := numberOf(t, schedulesVariable, 4), numberOf(t, scheduleVariable, 0)
 	variants := harness.Variants
@@ -109,7 +110,10 @@ var scheduledEvents = []scheduledEvent{
 		return ""
 	}},
 	{"service", 3, func(x *schedule) string { return x.changeService(x.random.IntN(len(x.services))) }},
-	{"watches expire", 2, func(x *schedule) string { return words(x.front.Expire(x.Node1().IP4)) }},
+	{"watches expire", 2, func(x *schedule) string {
+		x.eventually("nodeproxy watches", func() error { return x.front.Expire(x.Node1().IP4) })
+		return ""
+	}},
 	{"events lost", 1, (*schedule).lose},
 	{"API server killed", 1, func(x *schedule) string {
 		x.cp.APIServer.Kill()
@@ -159,7 +163,7 @@ var scheduledDisturbances = map[harness.Mode][]string{
 		"nft 'add table ip nodeproxy { flags dormant; }'"},
 }
 
-// words are those of an error; none for nil.
+// words returns the text of an error, or nothing for nil.
 func words(err error) string {
 	if err == nil {
 		return ""
@@ -168,6 +172,7 @@ func words(err error) string {
 }
 
 func (x *schedule) run(disturbed bool) {
+	defer x.putBack()
 	for i := range x.services {
 		_, err := x.cp.Admin.DiscoveryV1().EndpointSlices(x.namespace).Create(x.Context(), &discovery.EndpointSlice{
 			ObjectMeta:  metav1.ObjectMeta{Name: x.sliceName(i), Namespace: x.namespace, Labels: map[string]string{discovery.LabelServiceName: x.name(i)}},
@@ -231,26 +236,38 @@ func (x *schedule) changeService(i int) string {
 	policies := []v1.ServiceInternalTrafficPolicy{v1.ServiceInternalTrafficPolicyCluster, v1.ServiceInternalTrafficPolicyLocal}
 	external := []v1.ServiceExternalTrafficPolicy{v1.ServiceExternalTrafficPolicyCluster, v1.ServiceExternalTrafficPolicyLocal}
 	s := &x.services[i]
-	if s.Service == nil {
-		s.Service = x.serviceNamed(x.name(i), withoutSelector, func(svc *v1.Service) {
-			svc.Spec.Type, svc.Spec.ExternalTrafficPolicy = v1.ServiceTypeNodePort, external[x.random.IntN(2)]
+	spec := map[string]any{"internalTrafficPolicy": policies[x.random.IntN(2)], "externalTrafficPolicy": external[x.random.IntN(2)]}
+	if removes := x.random.IntN(2) == 0; s.Service != nil && removes {
+		x.eventually("the API server removes a Service", func() error {
+			err := all.Delete(x.Context(), x.name(i), metav1.DeleteOptions{})
+			if apierrors.IsNotFound(err) { // An answer was lost.
+				return nil
+			}
+			return err
 		})
-		return x.name(i) + " made"
-	}
-	if x.random.IntN(2) == 0 {
-		x.must(all.Delete(x.Context(), x.name(i), metav1.DeleteOptions{}))
 		s.Service = nil
 		return x.name(i) + " removed"
 	}
-	spec := map[string]any{"internalTrafficPolicy": policies[x.random.IntN(2)], "externalTrafficPolicy": external[x.random.IntN(2)]}
 	patch, err := json.Marshal(map[string]any{"spec": spec})
 	x.must(err)
-	s.Service, err = all.Patch(x.Context(), x.name(i), types.MergePatchType, patch, metav1.PatchOptions{})
-	x.must(err)
+	x.eventually("the API server takes a Service", func() error {
+		if s.Service == nil {
+			svc := &v1.Service{ObjectMeta: metav1.ObjectMeta{Name: x.name(i)}, Spec: v1.ServiceSpec{
+				Type: v1.ServiceTypeNodePort, Ports: []v1.ServicePort{{Port: 80, TargetPort: intstr.FromInt32(8080)}}}}
+			if _, err := all.Create(x.Context(), svc, metav1.CreateOptions{}); err != nil && !apierrors.IsAlreadyExists(err) {
+				return err
+			}
+		}
+		now, err := all.Patch(x.Context(), x.name(i), types.MergePatchType, patch, metav1.PatchOptions{})
+		if err == nil {
+			s.Service = now
+		}
+		return err
+	})
 	return fmt.Sprintf("%s has %v", x.name(i), spec)
 }
 
-// lose has the front lose the events of a Service's endpoints from now on.
+// lose makes the front lose the events of a Service's endpoints from now on.
 func (x *schedule) lose() string {
 	i := x.random.IntN(len(x.services))
 	if x.stopLoss != nil {
@@ -264,6 +281,7 @@ func (x *schedule) lose() string {
 func (x *schedule) disturb() string {
 	list := scheduledDisturbances[harness.ModeUnderTest()]
 	do := strings.ReplaceAll(list[x.random.IntN(len(list))], "{}", string(x.variant))
+	which := x.random.Uint64() // Whatever the kernel holds, what is drawn later is the same.
 	if strings.Contains(do, "CHAIN") {
 		text, err := x.Node1().Output("iptables-"+string(x.variant)+"-save", "-t", "nat")
 		x.must(err)
@@ -276,7 +294,7 @@ func (x *schedule) disturb() string {
 		if len(chains) == 0 {
 			return "nothing, as there is no chain"
 		}
-		do = strings.ReplaceAll(do, "CHAIN", chains[x.random.IntN(len(chains))])
+		do = strings.ReplaceAll(do, "CHAIN", chains[which%uint64(len(chains))])
 	}
 	_, err := x.Node1().Output("sh", "-c", do) // What it is for may be gone.
 	return do + " " + words(err)
@@ -318,8 +336,15 @@ func (x *schedule) end() {
 			x.must(x.cp.Admin.CoreV1().Services(x.namespace).Delete(x.Context(), x.name(i), metav1.DeleteOptions{}))
 		}
 	}
+}
+
+// putBack leaves the lab as the next schedule expects it, also after a failure.
+func (x *schedule) putBack() {
+	if x.stopLoss != nil {
+		x.stopLoss()
+	}
 	if len(x.flags) > 0 {
-		x.must(x.daemon.Stop())
+		_ = x.daemon.Stop() // It may have ended.
 		x.startDaemon(x.T)
 	}
 }

@@ -46,25 +46,20 @@ func numberIn(variable string, otherwise int) int {
 	return n
 }
 
-// mostRest is the longest time that a worker of a load rests because its last request took long.
-const mostRest = 100 * time.Millisecond
-
-// StartLoad sends requests from a namespace, workers at a time, each of them pausing between its requests: for that time, or twice as long as
-// its last request took, so that on a slow machine the load does not take the processors from what it is to show.
+// StartLoad sends requests from a namespace, workers at a time, each of them pausing between its requests.
 func (n *Netns) StartLoad(network string, to netip.AddrPort, workers int, pause time.Duration) *Load {
 	l := &Load{stop: make(chan struct{}), servers: map[string]int{}, lastFrom: map[string]time.Time{}}
 	for range workers {
 		l.wait.Go(func() {
-			for rest := pause; ; {
+			for {
 				select {
 				case <-l.stop:
 					return
-				case <-time.After(rest):
+				case <-time.After(pause):
 				}
 				begun := time.Now()
 				a := n.Ask(network, to, Patient)
 				l.note(begun, a)
-				rest = max(pause, min(2*time.Since(begun), mostRest))
 			}
 		})
 	}

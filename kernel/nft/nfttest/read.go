@@ -262,8 +262,8 @@ func (k *Kernel) Elements(f plan.Family, name string) (map[string][]nft.Element,
 				s.elements[read.Key].read = &read
 			}
 		}
-		for _, e := range s.elements {
-			out[s.name] = append(out[s.name], *e.read)
+		for _, key := range slices.Sorted(maps.Keys(s.elements)) {
+			out[s.name] = append(out[s.name], *s.elements[key].read)
 		}
 	}
 	return out, nil

@@ -34,7 +34,7 @@ type set struct {
 type element struct {
 	key, data, chain string
 	attrs            netlink.Buffer
-	read             *nft.Element // as Elements returns it, once it has
+	read             *nft.Element // decoded, once Elements has done so
 }
 
 type chain struct {
@@ -51,7 +51,7 @@ type rule struct {
 	sets   []string  // that it looks up
 	maps   []string  // of those, the maps whose verdicts it takes
 	hooks  []uint64  // those at which its expressions work, all of which are to translate; nil for any
-	read   *nft.Rule // as Chains returns it, once it has
+	read   *nft.Rule // decoded, once Chains has done so
 }
 
 func (m message) kind() uint16 { return m.Type & 0xff }
