@@ -20,25 +20,19 @@ var refusing = []struct{ filter, nat dispatcherID }{
 func (f *fullSync) newRefusals() error {
 	desired := f.rules.tries
 	var held [dispatchers][]entry
-	sent := map[key]bool{}
+	var sent [dispatchers]map[key]bool
 	missing := false
 	for _, at := range refusing {
 		held[at.filter] = readEntries(at.filter, f.actual)
-		refused := make(map[key]bool, len(held[at.filter]))
-		for _, e := range held[at.filter] {
-			refused[e.key] = true
-		}
+		refused := keysOf(held[at.filter])
 		desired[at.filter].entries(func(e *trie) {
-			if refused[e.prefix] {
+			if missing || refused[e.prefix] {
 				return
 			}
-			if held[at.nat] == nil { // Needed rarely.
-				held[at.nat] = readEntries(at.nat, f.actual)
-				for _, e := range held[at.nat] {
-					sent[e.key] = true
-				}
+			if sent[at.nat] == nil { // Needed rarely.
+				sent[at.nat] = keysOf(readEntries(at.nat, f.actual))
 			}
-			missing = missing || sent[e.prefix]
+			missing = sent[at.nat][e.prefix]
 		})
 	}
 	if !missing {
@@ -58,6 +52,14 @@ func (f *fullSync) newRefusals() error {
 		return err
 	}
 	return nil // dispatch finds out which entry the kernel does not take.
+}
+
+func keysOf(list []entry) map[key]bool {
+	keys := make(map[key]bool, len(list))
+	for _, e := range list {
+		keys[e.key] = true
+	}
+	return keys
 }
 
 // dispatch writes what leads to the ServicePorts' own chains, with those of these that change: at once where they are not too
