@@ -191,6 +191,7 @@ func TestEndpointsPassInFullSync(t *testing.T) {
 		{40, 0, first, others, false}, {40, 5, first, others, false}, {40, 20, others, first, false}, {40, 21, first, others, false},
 		{15, 0, first, others, true},
 	} {
+		name := fmt.Sprintf("%d Services, at most %d names at once, rules of kube-proxy %t", c.services, c.most, c.kubeProxy)
 		e, k := fakeEngine(plan.IPv4)
 		e.MaxNames = c.most
 		after := partlyServed(c.services, c.after)
@@ -206,14 +207,14 @@ func TestEndpointsPassInFullSync(t *testing.T) {
 			states++
 			rules, err := restore.Parse(plan.IPv4, saved(k))
 			require.NoError(t, err)
-			neverLeft(t, after, rules, fmt.Sprintf("%+v: after %d changes", c, states))
+			neverLeft(t, after, rules, fmt.Sprintf("%s: after %d changes", name, states))
 		}
 		program(t, e, after, plan.Everything())
 		if states < 3 {
-			t.Errorf("%+v: all was written in %d steps", c, states)
+			t.Errorf("%s: all was written in %d steps", name, states)
 		}
 		k.Changed = nil
-		same(t, fmt.Sprintf("%+v", c), textOfKernel(k), wantText(after, plan.IPv4))
+		same(t, name, textOfKernel(k), wantText(after, plan.IPv4))
 	}
 }
 
@@ -221,10 +222,11 @@ func TestEndpointsPassInFullSync(t *testing.T) {
 func partlyServed(services int, served func(i int) bool) *plan.Plan {
 	p := plantest.Large(0, 0)
 	for i := range services {
-		sp := plantest.LargeService(i, 3*i, 3)
-		if !served(i) {
-			sp = plantest.LargeService(i, 3*i, 0)
+		endpoints := 0
+		if served(i) {
+			endpoints = 3
 		}
+		sp := plantest.LargeService(i, 3*i, endpoints)
 		sp.Frontends = append(sp.Frontends, plan.Frontend{Kind: plan.ExternalIP, Addr: netip.AddrFrom4([4]byte{203, 0, 113, byte(i)}),
 			Protocol: plan.TCP, Port: 80}, plan.Frontend{Kind: plan.NodePort, Protocol: plan.TCP, Port: uint16(30000 + i)})
 		p.Set(sp)
