@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -83,6 +84,19 @@ func newLab(t *testing.T, variant harness.Variant) *lab {
 	}
 	l.startDaemon(t)
 	return l
+}
+
+// withFront starts a Front, and returns it with a kubeconfig file by which nodeproxy reaches the API server through it.
+func (l *lab) withFront(t *testing.T) (front *Front, kubeconfig string) {
+	t.Helper()
+	front, err := l.cp.Front(l.World)
+	require.NoError(t, err)
+	text, err := os.ReadFile(l.kubeconfig)
+	require.NoError(t, err)
+	kubeconfig = filepath.Join(t.TempDir(), "kubeconfig")
+	require.NoError(t, os.WriteFile(kubeconfig, text, 0o600))
+	require.NoError(t, front.Redirect(l.cp, kubeconfig))
+	return front, kubeconfig
 }
 
 // zones are those of node1, node2 and node3.

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"net/http"
 	"net/netip"
-	"os"
 	"path/filepath"
 	"strings"
 	"syscall"
@@ -508,12 +507,9 @@ func serverHangs(s *scenario) {
 // lostEvent: what is before the API server loses the event of a new endpoint, and the watch goes on. Whoever asks for a verification finds
 // that, and it is repaired.
 func lostEvent(s *scenario) {
-	front, err := s.cp.Front(s.World)
-	s.must(err)
-	dir := s.TempDir()
-	kubeconfig, socket := filepath.Join(dir, "kubeconfig"), filepath.Join(dir, "socket")
-	text, err := os.ReadFile(s.kubeconfig)
-	s.must(errors.Join(err, os.WriteFile(kubeconfig, text, 0o600), front.Redirect(s.cp, kubeconfig), s.daemon.Stop()))
+	front, kubeconfig := s.withFront(s.T)
+	socket := filepath.Join(s.TempDir(), "socket")
+	s.must(s.daemon.Stop())
 	defer func() {
 		s.must(s.daemon.Stop())
 		s.startDaemon(s.T)

@@ -8,7 +8,7 @@ import (
 	"net/http"
 	"net/netip"
 	"os"
-	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -46,12 +46,9 @@ func TestSchedules(t *testing.T) {
 		t.Run(string(variant), func(t *testing.T) {
 			t.Parallel()
 			l := newLab(t, variant)
-			front, err := l.cp.Front(l.World)
-			require.NoError(t, err)
-			text, err := os.ReadFile(l.kubeconfig)
-			require.NoError(t, err)
-			l.kubeconfig = filepath.Join(t.TempDir(), "kubeconfig")
-			require.NoError(t, errors.Join(os.WriteFile(l.kubeconfig, text, 0o600), front.Redirect(l.cp, l.kubeconfig), l.daemon.Stop()))
+			front, kubeconfig := l.withFront(t)
+			l.kubeconfig = kubeconfig
+			require.NoError(t, l.daemon.Stop())
 			l.startDaemon(t)
 			for seed := first; seed < first+n; seed++ {
 				l.run(t, fmt.Sprintf("schedule-%d", seed), func(s *scenario) {
@@ -161,14 +158,6 @@ var scheduledDisturbances = map[harness.Mode][]string{
 	harness.NFTables: {"nft delete table ip nodeproxy", "nft delete table ip6 nodeproxy", "nft flush chain ip nodeproxy prerouting",
 		"nft flush map ip nodeproxy services", "nft flush map ip nodeproxy endpoints", "nft insert rule ip nodeproxy to-services accept",
 		"nft 'add table ip nodeproxy { flags dormant; }'"},
-}
-
-// words returns the text of an error, or nothing for nil.
-func words(err error) string {
-	if err == nil {
-		return ""
-	}
-	return err.Error()
 }
 
 func (x *schedule) run(disturbed bool) {
@@ -296,9 +285,17 @@ func (x *schedule) disturb() string {
 		}
 		do = strings.ReplaceAll(do, "CHAIN", chains[which%uint64(len(chains))])
 	}
-	_, err := x.Node1().Output("sh", "-c", do) // What it is for may be gone.
-	return do + " " + words(err)
+	if _, err := x.Node1().Output("sh", "-c", do); err != nil {
+		if !gone.MatchString(err.Error()) {
+			x.Errorf("%v", err)
+		}
+		return err.Error()
+	}
+	return do
 }
+
+// gone finds what programs say of something that is not there, as another event may have taken it away, or that has just changed.
+var gone = regexp.MustCompile(`No such file|does not exist|doesn't exist|No chain|deletion too big|Cannot find device|[Rr]esource busy|temporarily`)
 
 // end ends all trouble, and checks what must hold then.
 func (x *schedule) end() {
