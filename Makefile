@@ -205,12 +205,12 @@ test-fresh: deps
 	env -u FRESH_BIND -u FRESH_ROOT hack/fresh-root make test
 
 # Changes without end under load, and then a comparison with a new start: SOAK is for how long, SOAK_RATE how many changes a
-# second, SOAK_VARIANT nft, legacy or, in place of it, ".*" for both; MODE=ipvs as for the demo. See docs/faults.md.
+# second, SOAK_VARIANT nft, legacy or, in place of it, ".*" for both; MODE is one of iptables, ipvs and nftables. See docs/faults.md.
 SOAK         ?= 2h
 SOAK_RATE    ?= $(if $(filter ipvs,$(MODE)),20,50)
 SOAK_VARIANT ?= nft
 soak: deps build $(if $(filter ipvs,$(MODE)),kernel)
-	SOAK=$(SOAK) SOAK_RATE=$(SOAK_RATE) NODEPROXY_KERNEL_TIMEOUT=86400 NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -count=1 -timeout 0 -v \
+	SOAK=$(SOAK) SOAK_RATE=$(SOAK_RATE) NODEPROXY_E2E_MODE=$(MODE) NODEPROXY_KERNEL_TIMEOUT=86400 NODEPROXY_BIN=$(CURDIR)/$(BINARY) go test -count=1 -timeout 0 -v \
 		-run '^TestSoak$$/^$(SOAK_VARIANT)$$' ./e2e$(if $(filter ipvs,$(MODE)),/ipvs) | hack/quiet
 
 # The daemon in simulated time: PROVE schedules of faults from seed SEED on, in modes iptables, ipvs and nftables in turn, or in PROVE_MODE;

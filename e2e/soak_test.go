@@ -201,8 +201,11 @@ func rulesEvery() int { return byMode(2, 3) }
 // ruleCount counts rules, chains, sets and whatever else node1 holds.
 func (f *faultScene) ruleCount() (n int, err error) {
 	programs := []string{f.variant.Tool("iptables") + "-save", f.variant.Tool("ip6tables") + "-save"}
-	if mode == harness.IPVS {
+	switch mode {
+	case harness.IPVS:
 		programs = append(programs, "ipset save", "ipvsadm --save --numeric", "ip addr show", "ip route show table local")
+	case harness.NFTables:
+		programs = append(programs, "nft list table ip nodeproxy", "nft list table ip6 nodeproxy")
 	}
 	for _, p := range programs {
 		words := strings.Fields(p)

@@ -134,41 +134,40 @@ type vm struct {
 	breaks, writes bool // It does not match; it has changed something all the same.
 }
 
-func (r simRule) Eval(p *packetsim.Packet) ([]packetsim.Effect, error) {
-	first := vm{simRule: r, Effect: packetsim.Effect{Probability: 1, Packet: *p}, state: r.stateOf(p)}
-	for i := range first.registers {
-		first.registers[i] = 0xaa // No rule may use what another one has left.
+func (r simRule) Eval(p *packetsim.Packet, effects []packetsim.Effect) ([]packetsim.Effect, error) {
+	ways := []vm{{simRule: r, Effect: packetsim.Effect{Probability: 1, Packet: *p}, state: r.stateOf(p)}}
+	for i := range ways[0].registers {
+		ways[0].registers[i] = 0xaa // No rule may use what another one has left.
 	}
-	ways := []vm{first}
 	for _, e := range r.Exprs {
-		var next []vm
-		for _, w := range ways {
-			if register, modulus := w.choice(e); modulus > 0 && !w.breaks {
-				for i := range modulus {
-					to := w
-					to.Probability /= float64(modulus)
-					to.set(register, native(i))
-					next = append(next, to)
+		for i := range len(ways) {
+			w := &ways[i]
+			register, modulus := w.choice(e)
+			switch {
+			case w.breaks && !w.writes && len(ways) == 1:
+				return effects, nil
+			case w.breaks:
+			case modulus > 0:
+				w.Probability /= float64(modulus)
+				w.set(register, native(0))
+				for n := uint32(1); n < modulus; n++ {
+					ways = append(ways, ways[i])
+					ways[len(ways)-1].set(register, native(n))
 				}
-				continue
-			}
-			if !w.breaks {
+			default:
 				if err := w.expr(e); err != nil {
 					return nil, err
 				}
 			}
-			next = append(next, w)
 		}
-		ways = next
 	}
-	var out []packetsim.Effect
 	for _, w := range ways {
 		w.Packet.State = w.state
 		if !w.breaks || w.writes {
-			out = append(out, w.Effect)
+			effects = append(effects, w.Effect)
 		}
 	}
-	return out, nil
+	return effects, nil
 }
 
 // choice returns the register and the number of values that an expression draws from; 0 if it draws none. A hash of the client's port is

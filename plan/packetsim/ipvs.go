@@ -56,15 +56,15 @@ func (m *Machine) serverOf(p *Packet) *Server {
 	return m.Servers[ServerKey{Protocol: p.Protocol, Addr: netip.AddrPortFrom(p.Dst, 0)}]
 }
 
-// schedule does with a packet what IPVS does: if it meets a virtual server, each real server is a way to go on. A packet for
-// another machine starts again at hook OUTPUT with its new destination; one for this machine stays where it is.
-func (m *Machine) schedule(w way) []way {
+// schedule does with a packet what IPVS does, and adds what comes of that to out: if the packet meets a virtual server, each real server is a
+// way to go on. A packet for another machine starts again at hook OUTPUT with its new destination; one for this machine stays where it is.
+func (m *Machine) schedule(out []way, w way) []way {
 	if w.Virtual.IsValid() {
-		return []way{w} // IPVS has had it.
+		return append(out, w) // IPVS has had it.
 	}
 	s := m.serverOf(&w.Packet)
 	if s == nil {
-		return []way{w}
+		return append(out, w)
 	}
 	w.rules = &step{Step{Hook: w.Hook, Table: "ipvs", Rule: s.Text}, w.rules}
 	total := 0
@@ -73,9 +73,8 @@ func (m *Machine) schedule(w way) []way {
 	}
 	if total == 0 {
 		w.end = Reject
-		return []way{w}
+		return append(out, w)
 	}
-	var out []way
 	for _, r := range s.RealServers {
 		if s.share(r) == 0 {
 			continue

@@ -50,10 +50,10 @@ type Chain struct {
 // Rule is one rule of a chain. Its String says where it was found and how it was written.
 type Rule interface {
 	fmt.Stringer
-	// Eval returns what the rule may do with a packet, each with its probability; nothing if the rule does not match. Where the
-	// probabilities add up to less than 1, the packet otherwise goes on to the next rule as it is. Eval must not change p. The error
-	// says why that is not known.
-	Eval(p *Packet) ([]Effect, error)
+	// Eval adds to effects what the rule may do with a packet, each with its probability; nothing if the rule does not match. Where the
+	// probabilities add up to less than 1, the packet otherwise goes on to the next rule as it is. Eval must not change p, nor keep it. The
+	// error says why that is not known.
+	Eval(p *Packet, effects []Effect) ([]Effect, error)
 }
 
 // Effect is one thing that a rule may do with a packet.

@@ -29,8 +29,10 @@ func to(dst netip.Addr, port uint16) plan.Packet {
 // testRule is a rule of a front end that has no syntax.
 type testRule func(*packetsim.Packet) []packetsim.Effect
 
-func (r testRule) Eval(p *packetsim.Packet) ([]packetsim.Effect, error) { return r(p), nil }
-func (testRule) String() string                                         { return "a rule" }
+func (r testRule) Eval(p *packetsim.Packet, effects []packetsim.Effect) ([]packetsim.Effect, error) {
+	return append(effects, r(p)...), nil
+}
+func (testRule) String() string { return "a rule" }
 
 // dnat changes a packet's destination.
 func dnat(p *packetsim.Packet, dst string, probability float64) packetsim.Effect {

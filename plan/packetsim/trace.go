@@ -55,11 +55,15 @@ type step struct {
 }
 
 func (s *step) list() []Step {
-	var out []Step
-	for ; s != nil; s = s.prior {
-		out = append(out, s.Step)
+	n := 0
+	for at := s; at != nil; at = at.prior {
+		n++
 	}
-	slices.Reverse(out)
+	out := make([]Step, n)
+	for ; s != nil; s = s.prior {
+		n--
+		out[n] = s.Step
+	}
 	return out
 }
 
@@ -74,30 +78,32 @@ func (m *Machine) Trace(pkt plan.Packet, node Node) ([]Outcome, error) {
 	if pkt.Output {
 		start.In, start.Hook = "", Output
 	}
-	ways, err := m.follow(start)
+	ways, err := (&tracer{Machine: m}).follow(nil, start)
 	if err != nil {
 		return nil, err
 	}
 	return outcomes(ways), nil
 }
 
-// follow takes a way through its hook, and the resulting ways through the following hooks, until every way has ended.
-func (m *Machine) follow(start way) ([]way, error) {
-	ways, err := m.pass(start)
+// tracer follows one packet. Its slices are kept from walk to walk for their memory only.
+type tracer struct {
+	*Machine
+	todo    []fork
+	effects []Effect
+}
+
+// follow takes a way through its hook, and the resulting ways through the following hooks, until every way has ended. It adds these to out.
+func (t *tracer) follow(out []way, start way) ([]way, error) {
+	ways, err := t.pass(start)
 	if err != nil {
 		return nil, err
 	}
-	var out []way
 	for _, w := range ways {
 		if !w.next() {
 			out = append(out, w)
-			continue
-		}
-		more, err := m.follow(w)
-		if err != nil {
+		} else if out, err = t.follow(out, w); err != nil {
 			return nil, err
 		}
-		out = append(out, more...)
 	}
 	return out, nil
 }
@@ -125,29 +131,28 @@ func (w *way) next() bool {
 }
 
 // pass takes a way through the base chains at its hook, and through IPVS where that has its place.
-func (m *Machine) pass(start way) ([]way, error) {
+func (t *tracer) pass(start way) ([]way, error) {
 	start.decided = start.walked
-	ways := []way{start}
-	for _, s := range m.stations[start.Hook] {
-		var after []way
+	ways, after := []way{start}, []way(nil)
+	for _, s := range t.stations[start.Hook] {
+		after = after[:0]
 		for _, w := range ways {
 			switch {
 			case w.end != "" || w.leaves || s.nat && w.settled():
 				after = append(after, w)
 				continue
 			case s.chain == nil:
-				after = append(after, m.schedule(w)...)
+				after = t.schedule(after, w)
 				continue
 			case s.nat:
 				w.walked[manipulates[w.Hook]] = true
 			}
-			out, err := m.walk(w, s)
-			if err != nil {
+			var err error
+			if after, err = t.walk(after, w, s); err != nil {
 				return nil, fmt.Errorf("table %s at %s: %w", s.table, start.Hook, err)
 			}
-			after = append(after, out...)
 		}
-		ways = after
+		ways, after = after, ways
 	}
 	return ways, nil
 }
@@ -168,45 +173,44 @@ type fork struct {
 // certain is the least probability of what is certain: what it lacks to 1 comes from rounding.
 const certain = 1 - 1e-12
 
-// walk takes a packet through a base chain. Every way that it may take comes out, ended or not.
-func (m *Machine) walk(start way, s station) ([]way, error) {
-	var out []way
-	todo := []fork{{start, place{chain: s.chain}}}
-	for len(todo) > 0 {
-		f := todo[len(todo)-1]
-		todo = todo[:len(todo)-1]
-		r, effects, err := f.match(s.chain)
+// walk takes a packet through a base chain. It adds every way that the packet may take to out, ended or not.
+func (t *tracer) walk(out []way, start way, s station) ([]way, error) {
+	t.todo = append(t.todo[:0], fork{start, place{chain: s.chain}})
+	for len(t.todo) > 0 {
+		last := len(t.todo) - 1
+		r, err := t.match(&t.todo[last], s.chain)
 		if err != nil {
 			return nil, err
 		}
+		f := t.todo[last]
+		t.todo = t.todo[:last]
 		if r == nil {
 			out = append(out, f.way)
 			continue
 		}
 		matched := 0.0
-		for _, e := range effects {
-			matched += e.Probability
+		for i := range t.effects {
+			matched += t.effects[i].Probability
 		}
 		if matched < certain {
-			other := f
-			other.probability *= 1 - matched
-			todo = append(todo, other)
+			t.todo = append(t.todo, f)
+			t.todo[last].probability *= 1 - matched
 		}
-		for _, e := range slices.Backward(effects) {
+		for _, e := range slices.Backward(t.effects) {
 			to := f
 			to.Packet, to.rules = e.Packet, &step{Step{f.Hook, s.table, f.chain.Name, r, e.Elements}, f.rules}
 			to.probability *= e.Probability
-			if err := to.apply(e, m, s); err != nil {
+			if err := to.apply(e, t.Machine, s); err != nil {
 				return nil, fmt.Errorf("chain %s, %s: %w", f.chain.Name, r, err)
 			}
-			todo = append(todo, to)
+			t.todo = append(t.todo, to)
 		}
 	}
 	return out, nil
 }
 
-// match goes on to the next rule that does something with the packet, and to behind it; nil if the walk ends before.
-func (f *fork) match(base *Chain) (Rule, []Effect, error) {
+// match goes on to the next rule that does something with the packet, and to behind it, and keeps what it does; nil if the walk ends before.
+func (t *tracer) match(f *fork, base *Chain) (Rule, error) {
 	for f.chain != nil {
 		if f.place.next == len(f.chain.Rules) {
 			f.back(base)
@@ -214,15 +218,15 @@ func (f *fork) match(base *Chain) (Rule, []Effect, error) {
 		}
 		r := f.chain.Rules[f.place.next]
 		f.place.next++
-		effects, err := r.Eval(&f.Packet)
-		if err != nil {
-			return nil, nil, fmt.Errorf("chain %s, %s: %w", f.chain.Name, r, err)
+		var err error
+		if t.effects, err = r.Eval(&f.Packet, t.effects[:0]); err != nil {
+			return nil, fmt.Errorf("chain %s, %s: %w", f.chain.Name, r, err)
 		}
-		if len(effects) > 0 {
-			return r, effects, nil
+		if len(t.effects) > 0 {
+			return r, nil
 		}
 	}
-	return nil, nil, nil
+	return nil, nil
 }
 
 // back leaves a chain: to behind the jump that led there, or, from a base chain, by its policy. A chain that was gone

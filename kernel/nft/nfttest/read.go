@@ -21,6 +21,16 @@ type dump struct {
 	at         int // how many have been listed
 	generation uint32
 	changed    bool // since it began
+
+	// What there is to list, as of a generation.
+	listed *listing
+}
+
+type listing struct {
+	generation uint32
+	kind       uint16
+	things     [][]byte
+	no         unix.Errno
 }
 
 // mostInPart is how many things a part of a listing has at most, and partBytes about how many bytes. The kernel has no bound of the former.
@@ -98,8 +108,12 @@ func (s *socket) part() {
 	if d.changed {
 		flags |= unix.NLM_F_DUMP_INTR
 	}
-	kind, list, no := s.list(d.message)
-	if list = list[min(d.at, len(list)):]; no != 0 || len(list) == 0 {
+	if d.listed == nil || d.listed.generation != s.generation {
+		d.listed = &listing{generation: s.generation}
+		d.listed.kind, d.listed.things, d.listed.no = s.list(d.message)
+	}
+	list := d.listed.things[min(d.at, len(d.listed.things)):]
+	if no := d.listed.no; no != 0 || len(list) == 0 {
 		s.dump = nil
 		s.answer(d.message, unix.NLMSG_DONE, flags, binary.NativeEndian.AppendUint32(nil, uint32(-int32(no))))
 		return
@@ -111,7 +125,7 @@ func (s *socket) part() {
 		}
 	}
 	d.at += len(list)
-	if kind == unix.NFT_MSG_NEWSETELEM {
+	if d.listed.kind == unix.NFT_MSG_NEWSETELEM {
 		t := s.table(d.body[0], d.text(tableAttr))
 		in := t.set(d.text(unix.NFTA_SET_ELEM_LIST_SET))
 		var elements []*element
@@ -120,9 +134,9 @@ func (s *socket) part() {
 		}
 		list = [][]byte{t.listed(in, elements)}
 	}
-	var out []byte
+	out := make([]byte, 0, 2*partBytes)
 	for _, body := range list {
-		out = append(out, netlink.Message{Type: unix.NFNL_SUBSYS_NFTABLES<<8 | kind, Flags: flags, Body: body}.Append(nil, d.Seq)...)
+		out = netlink.Message{Type: unix.NFNL_SUBSYS_NFTABLES<<8 | d.listed.kind, Flags: flags, Body: body}.Append(out, d.Seq)
 	}
 	s.answers = append(s.answers, out)
 }

@@ -48,7 +48,7 @@ func rules(c *packetsim.Chain) iter.Seq[*rule] {
 }
 
 // Eval does what iptables does. A condition that can't be judged does not matter where another does not hold.
-func (r *rule) Eval(p *packetsim.Packet) ([]packetsim.Effect, error) {
+func (r *rule) Eval(p *packetsim.Packet, effects []packetsim.Effect) ([]packetsim.Effect, error) {
 	chance := 1.0
 	var unknown error
 	for _, m := range r.matches {
@@ -58,25 +58,26 @@ func (r *rule) Eval(p *packetsim.Packet) ([]packetsim.Effect, error) {
 			continue
 		}
 		if c == 0 {
-			return nil, nil
+			return effects, nil
 		}
 		chance *= c
 	}
 	if unknown != nil {
 		return nil, unknown
 	}
-	e := packetsim.Effect{Probability: chance, Packet: *p}
+	effects = append(effects, packetsim.Effect{Probability: chance, Packet: *p})
+	e := &effects[len(effects)-1]
 	for _, l := range r.lookups {
 		if entry, found, err := l.set.Find(p, l.flags); err == nil && found {
 			e.Elements = append(e.Elements, l.set.Name+" "+entry.String())
 		}
 	}
 	if r.target != nil {
-		if err := r.target(&e); err != nil {
+		if err := r.target(e); err != nil {
 			return nil, err
 		}
 	}
-	return []packetsim.Effect{e}, nil
+	return effects, nil
 }
 
 // parser reads one rule.
