@@ -47,54 +47,56 @@ func leftovers() (out []string, err error) {
 	for _, f := range ports {
 		out = append(out, fmt.Sprintf("nftables table %s and the routing rule for table %d (%s)", names.IPVSPorts, names.PortsRouteTable, f))
 	}
-	err = eachSet(func(_ *ipset.Sets, name string) error {
-		out = append(out, "ipset "+name)
-		return nil
-	})
-	return out, err
-}
-
-// eachSet calls do with each set of mode ipvs.
-func eachSet(do func(s *ipset.Sets, name string) error) error {
-	s, err := ipset.OpenSets()
+	sets, err := ipset.OpenSets()
 	if err != nil {
-		return nil // A kernel without ipsets has none.
+		return out, nil // A kernel without ipsets has none.
 	}
-	defer s.Close()
-	list, err := s.Names()
-	errs := []error{err}
+	defer sets.Close()
+	list, err := sets.Names()
 	for _, name := range list {
 		if names.IsOurSet(name) {
-			errs = append(errs, do(s, name))
+			out = append(out, "ipset "+name)
 		}
 	}
-	return errors.Join(errs...)
+	return out, err
 }
 
 // Cleaner removes what mode ipvs has left, once the rules of another mode no longer lead new connections to it.
 type Cleaner struct {
 	// ExcludeCIDRs are ranges whose virtual servers belong to other programs.
 	ExcludeCIDRs []netip.Prefix
-	// GracePeriod is how long virtual servers with connections are kept; zero removes all at once.
+	// GracePeriod is how long virtual servers with connections are kept; zero removes all at once, also where something can't be removed.
 	GracePeriod time.Duration
 	// MasqueradeBit is the bit that mode ipvs used.
 	MasqueradeBit int
-	Log           *slog.Logger
+	// Node is what has been programmed; nil for this node.
+	Node *Node
+	Log  *slog.Logger
 }
 
-// Run removes virtual servers as their connections end, and finally addresses, sets and the device. It stops when ctx ends. No
-// iptables rule may use a set any more.
+// Run removes all that mode ipvs has left, once no virtual server has connections any more. Meanwhile they take no new ones. It stops when ctx
+// ends. No iptables rule may use a set any more.
 func (c *Cleaner) Run(ctx context.Context) error {
-	v, err := ipvs.OpenServers()
-	if err != nil {
+	n := c.Node
+	if n == nil {
+		n = thisNode()
+		defer n.close()
+		if err := n.openServers(); err != nil {
+			return fmt.Errorf("removing what mode ipvs has left: %w", err)
+		}
+		_ = n.openSets() // A kernel without ipsets has none.
+	}
+	if err := c.run(ctx, n); err != nil {
 		return fmt.Errorf("removing what mode ipvs has left: %w", err)
 	}
-	defer v.Close()
-	deadline := time.Now().Add(c.GracePeriod)
-	for {
-		left, err := c.servers(v, time.Now().After(deadline) || c.GracePeriod == 0)
+	return nil
+}
+
+func (c *Cleaner) run(ctx context.Context, n *Node) error {
+	for deadline := time.Now().Add(c.GracePeriod); time.Now().Before(deadline); {
+		left, err := c.quiesce(n.Servers)
 		if err != nil {
-			return fmt.Errorf("removing what mode ipvs has left: %w", err)
+			return err
 		}
 		if left == 0 {
 			break
@@ -105,11 +107,19 @@ func (c *Cleaner) Run(ctx context.Context) error {
 		case <-time.After(drainInterval):
 		}
 	}
-	if err := removeRest(); err != nil {
-		return fmt.Errorf("removing what mode ipvs has left: %w", err)
+	// Virtual servers go after the addresses: what is sent to an address of the node's own, and to no virtual server, may get to a program of the
+	// node. Sets go last: as long as there are some, something is known to be left.
+	err := n.Remove()
+	if err == nil || c.GracePeriod == 0 {
+		err = errors.Join(err, c.deleteServers(n.Servers))
 	}
-	c.Log.Info("removed what mode ipvs had left")
-	return nil
+	if err == nil || c.GracePeriod == 0 {
+		err = errors.Join(err, n.destroySets())
+	}
+	if err == nil {
+		c.Log.Info("removed what mode ipvs had left")
+	}
+	return err
 }
 
 // List returns what Run would remove, one line each.
@@ -132,39 +142,71 @@ func (c *Cleaner) List() ([]string, error) {
 }
 
 // ours returns the virtual servers of mode ipvs.
-func (c *Cleaner) ours(v *ipvs.Servers, f plan.Family) (map[ipvs.ServerID]*ipvs.ActualServer, error) {
-	list, err := v.List(f)
-	maps.DeleteFunc(list, func(id ipvs.ServerID, _ *ipvs.ActualServer) bool {
-		return newMarks(c.MasqueradeBit).foreign(id, c.ExcludeCIDRs)
+func (c *Cleaner) ours(v servers, f plan.Family) (map[ipvs.ServerID]*ipvs.ActualServer, error) {
+	out := map[ipvs.ServerID]*ipvs.ActualServer{}
+	err := v.Each(f, func(s *ipvs.ActualServer) {
+		if is := *s; !newMarks(c.MasqueradeBit).foreign(s.ID, c.ExcludeCIDRs) {
+			is.RealServers = maps.Clone(s.RealServers)
+			out[s.ID] = &is
+		}
 	})
-	return list, err
+	return out, err
 }
 
-// servers removes virtual servers without connections, or all of them. It returns the number of those left.
-func (c *Cleaner) servers(v *ipvs.Servers, all bool) (int, error) {
-	left := 0
+// quiesce keeps virtual servers from getting new connections, as a Service that has gone since would still be reached by its own. It returns
+// how many have connections that must continue.
+func (c *Cleaner) quiesce(v servers) (left int, err error) {
+	err = c.each(v, func(s *ipvs.ActualServer) (ops []ipvs.Op) {
+		if waited(s) {
+			left++
+		}
+		for _, a := range slices.SortedFunc(maps.Keys(s.RealServers), netip.AddrPort.Compare) {
+			d := s.RealServers[a].RealServer
+			switch {
+			case !outlasts(s.ID):
+				ops = append(ops, ipvs.Op{Kind: ipvs.DeleteRealServer, Server: s.Server, RealServer: d})
+			case d.Weight > 0:
+				d.Weight = 0
+				ops = append(ops, ipvs.Op{Kind: ipvs.UpdateRealServer, Server: s.Server, RealServer: d})
+			}
+		}
+		return ops
+	})
+	return left, err
+}
+
+func (c *Cleaner) deleteServers(v servers) error {
+	return c.each(v, func(s *ipvs.ActualServer) []ipvs.Op { return []ipvs.Op{{Kind: ipvs.DeleteServer, Server: s.Server}} })
+}
+
+// each changes the virtual servers of mode ipvs, in order.
+func (c *Cleaner) each(v servers, changes func(*ipvs.ActualServer) []ipvs.Op) error {
 	for _, f := range plan.Families {
 		list, err := c.ours(v, f)
 		if err != nil {
-			return 0, err
+			return err
 		}
-		for id, s := range list {
-			if !all && waited(id, s) {
-				left++
-				continue
-			}
-			if err := errors.Join(v.Apply([]ipvs.Op{{Kind: ipvs.DeleteServer, Server: s.Server}})...); err != nil {
-				return 0, err
-			}
+		var ops []ipvs.Op
+		for _, id := range slices.SortedFunc(maps.Keys(list), compareServers) {
+			ops = append(ops, changes(list[id])...)
+		}
+		if len(ops) == 0 {
+			continue
+		}
+		if err := errors.Join(v.Apply(ops)...); err != nil {
+			return err
 		}
 	}
-	return left, nil
+	return nil
 }
 
-// waited reports whether a virtual server has connections that must continue. UDP flows have no end: the other mode's rules take
-// them over with their next packet.
-func waited(id ipvs.ServerID, s *ipvs.ActualServer) bool {
-	if id.Mark == 0 && id.Protocol != plan.TCP {
+// outlasts reports whether a virtual server stays for its connections. UDP flows have no end: without their real server, the kernel forgets
+// them, and the other mode's rules take them over.
+func outlasts(id ipvs.ServerID) bool { return id.Mark != 0 || id.Protocol == plan.TCP }
+
+// waited reports whether a virtual server has connections that must continue.
+func waited(s *ipvs.ActualServer) bool {
+	if !outlasts(s.ID) {
 		return false
 	}
 	for _, d := range s.RealServers {
@@ -175,10 +217,22 @@ func waited(id ipvs.ServerID, s *ipvs.ActualServer) bool {
 	return false
 }
 
-// removeRest removes the device, nftables tables, routing rules, and sets.
-func removeRest() error {
-	if err := errors.Join(nftrules.RemovePorts(), host.RemoveDevice(names.Device), nftrules.RemoveGuards()); err != nil {
-		return err
+// destroySets destroys the sets of mode ipvs.
+func (n *Node) destroySets() error {
+	if n.Sets == nil {
+		return nil
 	}
-	return eachSet((*ipset.Sets).Destroy)
+	list, err := n.Sets.Names()
+	errs := []error{err}
+	for _, name := range list {
+		if names.IsOurSet(name) {
+			errs = append(errs, n.Sets.Destroy(name))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// removeTables removes the device, nftables tables, and routing rules of this node.
+func removeTables() error {
+	return errors.Join(nftrules.RemovePorts(), host.RemoveDevice(names.Device), nftrules.RemoveGuards())
 }

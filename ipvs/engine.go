@@ -476,8 +476,9 @@ func (e *engine) leaveUnknown(t *touched, p *plan.Plan) {
 // apply makes what is touched as desired. A packet that had an endpoint before and has one after must have one all the while, so:
 // set entries and rules that masquerade or refuse are added before packets are sent on, and removed after that ends; a mark selects
 // a virtual server only while that has its real servers; an address of a Service is added last and removed last. A port of an
-// external IP is removed before its virtual server, or else it would lead to a program on the node. One failure does not prevent
-// the other changes.
+// external IP is removed before its virtual server, or else it would lead to a program on the node. Where another mode's rules are in force,
+// none asks the sets: what is left in these from an earlier time is removed before the rules come that do. One failure does not prevent the
+// other changes.
 func (e *engine) apply(t *touched, steps ruleSteps) error {
 	e.version++
 	for r := range e.readings {
@@ -508,7 +509,12 @@ func (e *engine) apply(t *touched, steps ruleSteps) error {
 	do(e.bind(a.bind))
 	do(e.addPorts(a))
 	do(e.addMembers(m.addAfter, false)) // marks before those that drop packets without a mark
-	step(steps.after)
+	if steps.after != nil {
+		do(e.removeMembers(m.removeBefore, true))
+		do(e.removeMembers(m.removeAfter, false))
+		m.removeBefore, m.removeAfter = nil, nil
+		step(steps.after)
+	}
 	do(e.removePorts(a))
 	do(e.removeMembers(m.removeBefore, true)) // those that drop packets without a mark before the marks
 	for _, id := range ids {

@@ -39,6 +39,8 @@ type Node struct {
 	WatchDevice func() (func(context.Context, func(host.DeviceChange)), error)
 	WatchTables func() (func(context.Context, func(plan.Family)), error)
 	WatchRules  func(*xtables.Tables) (func(context.Context, func(why string)), error)
+	// Remove removes the interface, the tables of nftables, and routing rules.
+	Remove func() error
 	// Counts opens what counts virtual servers.
 	Counts func() (Counts, error)
 	// Fingerprint is as ipvs.ReadFingerprint.
@@ -83,6 +85,7 @@ func thisNode() *Node {
 		Host:   hostAddresses, WatchHost: others.Watch,
 		WatchDevice: func() (func(context.Context, func(host.DeviceChange)), error) { return host.WatchDevice(names.Device) },
 		WatchTables: nftrules.Watch, WatchRules: (*xtables.Tables).OpenWatch,
+		Remove:      removeTables,
 		Counts:      func() (Counts, error) { return ipvs.OpenCounts() },
 		Fingerprint: ipvs.ReadFingerprint, CPUTime: cpuTime, MostAtOnce: mostAtOnce,
 	}

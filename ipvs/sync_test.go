@@ -190,14 +190,20 @@ func TestDrain(t *testing.T) {
 }
 
 // TestOrder: what masquerades and refuses is there before the virtual servers, and those before the addresses; where
-// another mode serves, its rules go last.
+// another mode serves, its rules go last, when the sets have no entries any more of an earlier time in this mode.
 func TestOrder(t *testing.T) {
 	t.Parallel()
 	for _, otherMode := range []bool{false, true} {
 		e, k := fakeEngine(plan.IPv4, testOptions)
-		k.OtherMode = otherMode
-		p := large(3)
-		require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
+		require.NoError(t, e.Sync(context.Background(), large(6), plan.Everything()))
+		for _, sp := range large(3).Sorted(plan.IPv4) {
+			for _, f := range sp.Frontends {
+				k.Addresses.Delete(f.Addr)
+			}
+		}
+		clear(k.Virtual)
+		k.OtherMode, k.Calls = otherMode, nil
+		require.NoError(t, engineOver(k, testOptions).Sync(context.Background(), large(3), plan.Everything()))
 		var got []string
 		for _, c := range k.Calls {
 			kind := strings.Join(strings.Fields(c)[:1], " ")
@@ -206,7 +212,9 @@ func TestOrder(t *testing.T) {
 			}
 		}
 		rules, servers, addresses := slices.Index(got, "rules ."), slices.Index(got, "add server"), slices.Index(got, "add addresses")
-		if otherMode && !(servers < addresses && addresses < rules) || !otherMode && !(rules < servers && servers < addresses) {
+		entries := slices.IndexFunc(got, func(c string) bool { return strings.HasPrefix(c, "remove ") && c != "remove addresses" })
+		if otherMode && !(servers < addresses && addresses < entries && entries < rules) ||
+			!otherMode && !(rules < servers && servers < addresses && addresses < entries) {
 			t.Errorf("other mode %t: the order was %q", otherMode, got)
 		}
 	}

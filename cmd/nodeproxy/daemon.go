@@ -93,6 +93,8 @@ type machine struct {
 	// kernel takes the place of the kernel, in the type that the mode has for it; nil for the kernel itself. If it is not nil, it is all there is
 	// besides the API server: nothing of this machine is looked at, listened at or set.
 	kernel any
+	// left is, beside such a kernel, what other modes may have left, by their names, in the type that each has for it.
+	left map[string]any
 	// conntrack and local are as Dial and Local in flows.Config.
 	conntrack func() (*netlink.Conn, error)
 	local     func(plan.Family) (*host.Local, error)
@@ -418,6 +420,7 @@ func (d *daemon) goBeside(ctx context.Context) {
 		})
 	}
 	d.running.Go(func() { d.flows.Run(ctx) })
+	d.running.Go(func() { d.removeOthers(ctx) })
 	d.running.Go(func() {
 		select {
 		case <-ctx.Done():
@@ -432,7 +435,6 @@ func (d *daemon) goBeside(ctx context.Context) {
 func (d *daemon) lookAround(ctx context.Context, claim *claim) {
 	d.running.Go(func() { d.monitor.listeners.Run(ctx) })
 	d.running.Go(func() { d.watchOthers(ctx, claim, lookEvery) })
-	d.running.Go(func() { d.removeOthers(ctx) })
 	if d.client != nil && !d.cfg.TakeOver { // As for other proxies, it is known and wanted with --take-over.
 		d.running.Go(func() { d.watchDaemonSet(ctx, daemonSetEvery) })
 	}

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"net/netip"
 	"time"
@@ -120,6 +121,8 @@ type backend interface {
 type removal struct {
 	cfg *config.Config
 	log *slog.Logger
+	// kernel is as in machine.left.
+	kernel any
 	// list is called with each thing before it is removed, unless it is nil. dry removes nothing.
 	list func(line string)
 	dry  bool
@@ -144,6 +147,10 @@ func (d *daemon) check() error {
 	return d.mode.check(cfg)
 }
 
+// The removal of what other modes have left is tried again after firstRemoval, then each time after twice as long, up to lastRemoval. What stays
+// even then is somebody else's matter, or that of the next start.
+const firstRemoval, lastRemoval = 5 * time.Second, 160 * time.Second
+
 // removeOthers removes what kube-proxy and other modes have left on this node, once all Services are programmed in this one. Established
 // connections keep what they need.
 func (d *daemon) removeOthers(ctx context.Context) {
@@ -152,25 +159,42 @@ func (d *daemon) removeOthers(ctx context.Context) {
 		return
 	case <-d.monitor.complete:
 	}
-	if d.mode.rules == nil { // Before what the chains of other modes ask for: a set or an accounting object that a rule asks can't be removed.
-		lines, err := xtables.Cleanup(ctx, false, variants(d.cfg.IPTablesBackend)...)
-		if len(lines) > 0 {
-			d.log.Info("what other modes have left in the tables of iptables is removed", "removed", len(lines))
+	for wait := firstRemoval; ; wait *= 2 {
+		err := d.removeChains(ctx) // Before what they ask for: a set or an accounting object that a rule asks can't be removed.
+		if wait == firstRemoval && d.machine.real() && ctx.Err() == nil {
+			d.removeLeftovers()
 		}
-		if err != nil && ctx.Err() == nil {
-			d.log.Warn("some chains of other modes stay until the next start", "error", err)
+		for _, m := range modes {
+			left, simulated := d.machine.left[m.name]
+			if m == d.mode || m.remove == nil || !simulated && !d.machine.real() || ctx.Err() != nil {
+				continue
+			}
+			err = errors.Join(err, m.remove(ctx, removal{cfg: d.cfg, log: d.log, kernel: left, wait: true}))
+		}
+		if err == nil || ctx.Err() != nil {
+			return
+		}
+		if wait > lastRemoval {
+			d.log.Warn("something of other modes stays until the next start", "error", err)
+			return
+		}
+		d.log.Debug("something of other modes stays for now", "error", err, "tried-again-in", wait)
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(wait):
 		}
 	}
-	if ctx.Err() != nil {
-		return
+}
+
+// removeChains removes the chains of other modes, where this one has none, and replaces none therefore.
+func (d *daemon) removeChains(ctx context.Context) error {
+	if d.mode.rules != nil || !d.machine.real() {
+		return nil
 	}
-	d.removeLeftovers()
-	for _, m := range modes {
-		if m == d.mode || m.remove == nil {
-			continue
-		}
-		if err := m.remove(ctx, removal{cfg: d.cfg, log: d.log, wait: true}); err != nil {
-			d.log.Warn("something of mode "+m.name+" stays until the next start", "error", err)
-		}
+	lines, err := xtables.Cleanup(ctx, false, variants(d.cfg.IPTablesBackend)...)
+	if len(lines) > 0 && err == nil {
+		d.log.Info("what other modes have left in the tables of iptables is removed", "removed", len(lines))
 	}
+	return err
 }

@@ -132,11 +132,13 @@ func diffIPVS(from, to *side, f plan.Family) ([]drift.Hunk, error) {
 
 // removeIPVS leaves everything where neither the device nor a set is there: then virtual servers belong to another program.
 func removeIPVS(ctx context.Context, r removal) error {
-	left, err := ipvs.Leftovers()
-	if err != nil || !left {
-		return err
+	node, simulated := r.kernel.(*ipvs.Node)
+	if !simulated {
+		if left, err := ipvs.Leftovers(); err != nil || !left {
+			return err
+		}
 	}
-	c := ipvs.Cleaner{ExcludeCIDRs: r.cfg.IPVS.ExcludeCIDRs, MasqueradeBit: r.cfg.MasqueradeBit, Log: r.log}
+	c := ipvs.Cleaner{ExcludeCIDRs: r.cfg.IPVS.ExcludeCIDRs, MasqueradeBit: r.cfg.MasqueradeBit, Node: node, Log: r.log}
 	if r.wait {
 		c.GracePeriod = r.cfg.IPVS.GracePeriod
 	}

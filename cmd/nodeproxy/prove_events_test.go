@@ -109,7 +109,7 @@ var (
 			return "for " + long.String()
 		}},
 		{"new-flags", 2, func(w *world, r *rand.Rand) string {
-			args := drawFlags(w.cfg.Mode, r)
+			args := append(drawFlags(w.cfg.Mode, r), "--proxy-mode="+w.cfg.Mode)
 			if r.IntN(2) == 0 {
 				w.kill(true)
 			} else {

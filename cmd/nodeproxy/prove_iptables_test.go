@@ -34,11 +34,17 @@ func newXtablesRules(w *world) nodeRules {
 }
 
 func (x *xtablesRules) start() (ruleWriter, machine) {
-	p, kernels := x.Start(), map[plan.Family]xtables.Kernel{}
+	p := x.Start()
+	return p, machine{kernel: tablesFor(p)}
+}
+
+// tablesFor are what mode iptables works with in a process.
+func tablesFor(p *xtablestest.Process) *iptables.Tables {
+	t := &iptables.Tables{Kernels: map[plan.Family]xtables.Kernel{}, Watch: p, MaxNames: 20}
 	for _, f := range plan.Families {
-		kernels[f] = p.Program(f)
+		t.Kernels[f] = p.Program(f)
 	}
-	return p, machine{kernel: &iptables.Tables{Kernels: kernels, Watch: p, MaxNames: 20}}
+	return t
 }
 
 func (x *xtablesRules) suffer(r *rand.Rand) string {
@@ -48,6 +54,8 @@ func (x *xtablesRules) suffer(r *rand.Rand) string {
 }
 
 func (x *xtablesRules) calm() { x.Suffer(0, 0) }
+
+func (*xtablesRules) leftover(plan.Family) bool { return false }
 
 func (x *xtablesRules) packets(f plan.Family) (*packetsim.Machine, error) {
 	return restore.Lazy(f, []string{"filter", "nat"}, func(table, name string) ([]string, bool) {

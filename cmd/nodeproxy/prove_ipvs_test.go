@@ -27,7 +27,7 @@ import (
 	"nodeproxy/plan/packetsim/restore"
 )
 
-// ipvsRules are virtual servers with all that is beside them.
+// ipvsRules are virtual servers with all that is beside them. A nodeproxy may be in mode iptables, too, and removes these.
 type ipvsRules struct {
 	*ipvstest.Node
 	world    *world
@@ -74,6 +74,15 @@ func (v *ipvsRules) setting(name, value string) {
 
 func (v *ipvsRules) start() (ruleWriter, machine) {
 	p := v.Start()
+	n := v.node(p)
+	if v.world.cfg.Mode == "iptables" {
+		return p, machine{kernel: tablesFor(p.Process), left: map[string]any{"ipvs": n}}
+	}
+	return p, machine{kernel: n}
+}
+
+// node is what mode ipvs works with in a process.
+func (v *ipvsRules) node(p *ipvstest.Process) *ipvs.Node {
 	n := &ipvs.Node{
 		Servers: ipvstest.ProcessServers{Process: p}, Sets: ipvstest.ProcessSets{Process: p}, Tables: map[plan.Family]*xtables.Tables{},
 		Guards: map[plan.Family]ipvs.Guard{}, Ports: map[plan.Family]ipvs.PortTable{},
@@ -91,13 +100,13 @@ func (v *ipvsRules) start() (ruleWriter, machine) {
 				Device: ipvstest.ProcessDevice{Process: p}, Close: func() {}}, nil
 		},
 		Counts:      func() (ipvs.Counts, error) { return p.Counts(), nil },
-		Fingerprint: p.Fingerprint, MostAtOnce: 60,
+		Fingerprint: p.Fingerprint, Remove: ipvstest.ProcessDevice{Process: p}.Remove, MostAtOnce: 60,
 	}
 	for _, f := range plan.Families {
 		n.Tables[f] = &xtables.Tables{Writer: &xtables.Writer{Kernel: p.Program(f)}, Family: f}
 		n.Guards[f], n.Ports[f] = ipvstest.ProcessGuard{Process: p, Family: f}, ipvstest.ProcessPorts{Process: p, Family: f}
 	}
-	return p, machine{kernel: n}
+	return n
 }
 
 func (v *ipvsRules) suffer(r *rand.Rand) string {
@@ -114,6 +123,10 @@ func (v *ipvsRules) suffer(r *rand.Rand) string {
 func (v *ipvsRules) calm() {
 	v.Suffer(0, 0)
 	v.Trouble(0, 0)
+}
+
+func (v *ipvsRules) leftover(f plan.Family) bool {
+	return v.world.cfg.Mode != "ipvs" && !v.Held[f].Empty(isForeign)
 }
 
 func (v *ipvsRules) packets(f plan.Family) (*packetsim.Machine, error) {
@@ -150,6 +163,13 @@ type stillServers struct {
 }
 
 func (v *ipvsRules) differs(f plan.Family, p *plan.Plan, settled bool) string {
+	if v.world.cfg.Mode == "iptables" {
+		why := tablesDiffer(f, rulesOfIPTables(v.world.cfg, p, f, true, nil), v.Kernels[f].Tables, names.Tables...)
+		if why == "" && settled && v.leftover(f) {
+			why = "something of mode ipvs is left"
+		}
+		return why
+	}
 	if why := tablesDiffer(f, rulesOfIPVS(v.world.cfg, p, f, true, nil), v.Kernels[f].Tables, names.Tables...); why != "" {
 		return why
 	}
@@ -218,7 +238,7 @@ var toIPVS = []happening{
 	})},
 	{"others-change-server", 1, onServer(func(_ *ipvstest.Kernel, v *kernel.ActualServer, _ *rand.Rand) { v.Scheduler = "lc" })},
 	{"others-change-method", 1, func(w *world, r *rand.Rand) string { // which nothing but a comparison sees
-		w.troubled = true
+		w.troubled = w.troubled || w.cfg.Mode == "ipvs"
 		return onServer(func(_ *ipvstest.Kernel, v *kernel.ActualServer, _ *rand.Rand) { v.Foreign = true })(w, r)
 	}},
 	{"others-add-server", 1, onKernel(func(k *ipvstest.Kernel, r *rand.Rand) (string, []host.DeviceChange) {
@@ -233,12 +253,15 @@ var toIPVS = []happening{
 	})},
 	{"others-flush-set", 2, onSet(func(k *ipvstest.Kernel, name string, _ *rand.Rand) { clear(k.Set[name]) })},
 	{"others-delete-entry", 2, onSet(func(k *ipvstest.Kernel, name string, r *rand.Rand) { delete(k.Set[name], entryOf(k, name, r)) })},
-	{"others-change-entry", 1, onSet(func(k *ipvstest.Kernel, name string, r *rand.Rand) {
-		e := entryOf(k, name, r)
-		with := k.Set[name][e]
-		with.Mark ^= 1
-		k.Set[name][e] = with
-	})},
+	{"others-change-entry", 1, func(w *world, r *rand.Rand) string { // the same
+		w.troubled = w.troubled || w.cfg.Mode == "ipvs"
+		return onSet(func(k *ipvstest.Kernel, name string, r *rand.Rand) {
+			e := entryOf(k, name, r)
+			with := k.Set[name][e]
+			with.Mark ^= 1
+			k.Set[name][e] = with
+		})(w, r)
+	}},
 	{"others-add-entry", 1, onSet(func(k *ipvstest.Kernel, name string, r *rand.Rand) {
 		e := entryOf(k, name, r)
 		with := k.Set[name][e]
@@ -282,6 +305,17 @@ var toIPVS = []happening{
 		w.disturb(plan.IPv4)
 		return name
 	}},
+	{"switch-mode", 2, func(w *world, r *rand.Rand) string {
+		to := map[string]string{"ipvs": "iptables", "iptables": "ipvs"}[w.cfg.Mode]
+		if r.IntN(2) == 0 {
+			w.kill(true)
+		} else {
+			w.stop()
+		}
+		w.configure("--proxy-mode=" + to)
+		w.start()
+		return to
+	}},
 }
 
 // changeAddress takes something away from the interface with the addresses of Services, or adds an address.
@@ -311,8 +345,11 @@ func changeAddress(k *ipvstest.Kernel, r *rand.Rand) (string, []host.DeviceChang
 	return "removes " + a.String(), []host.DeviceChange{{Address: a, Gone: true}}
 }
 
-// alter changes what the kernel holds of a family, as others do.
+// alter changes what the kernel holds of a family, as others do while nodeproxy is in mode ipvs.
 func (w *world) alter(f plan.Family, do func(*ipvstest.Kernel) []host.DeviceChange) {
+	if w.cfg.Mode != "ipvs" {
+		return
+	}
 	v := w.rules.(*ipvsRules)
 	v.Alter(f, func(k *ipvstest.Kernel) []host.DeviceChange {
 		was := [4]bool{k.Guard, k.BrokenGuard, k.Ports != nil, k.BrokenPorts}

@@ -71,6 +71,8 @@ func (n *nftRules) suffer(r *rand.Rand) string {
 
 func (n *nftRules) calm() { n.Suffer(0, 0) }
 
+func (*nftRules) leftover(plan.Family) bool { return false }
+
 func (n *nftRules) others(f plan.Family) string { return n.Others(f, names.NFTables) }
 
 func (n *nftRules) differs(f plan.Family, p *plan.Plan, settled bool) string {

@@ -102,6 +102,8 @@ type nodeRules interface {
 	others(f plan.Family) string
 	// packets returns what packets meet in the tables of a family, which are locked.
 	packets(f plan.Family) (*packetsim.Machine, error)
+	// leftover reports whether there is something of another mode for a family. All is locked.
+	leftover(f plan.Family) bool
 	// suffer lets a trouble happen for a while, and calm ends it.
 	suffer(r *rand.Rand) (words string)
 	calm()
@@ -327,6 +329,9 @@ func (w *world) look() {
 		if w.cfg.Mode == "nftables" && disturbed && time.Since(since) <= repairTime {
 			continue // A chain that no Service needs may come into use, and others have changed it.
 		}
+		if disturbed && w.rules.leftover(f) {
+			continue // Nobody repairs that, but it goes.
+		}
 		delete(w.disturbed, f)
 		w.holdsFlows(f)
 		for q := range w.probes(f) {
@@ -334,7 +339,7 @@ func (w *world) look() {
 			if action == plan.Forward {
 				w.steady[q] = true
 			}
-			if action != plan.Pass {
+			if action != plan.Pass && !w.rules.leftover(f) { // Addresses of mode ipvs are the node's own, which answers.
 				w.heeded[q] = true
 			}
 		}
@@ -374,6 +379,10 @@ func (w *world) unsteady(f plan.Family) {
 // changed looks at tables that nodeproxy has changed. They are locked.
 func (w *world) changed(f plan.Family, by ruleWriter, input string) {
 	delete(w.alike, f)
+	if w.rules.leftover(f) {
+		w.flows.disturbed = time.Now()
+		clear(w.heeded)
+	}
 	lines := strings.Split(input, "\n")
 	slices.Sort(lines)
 	w.note("%s %q", f, lines)
@@ -401,7 +410,8 @@ func (w *world) changed(f plan.Family, by ruleWriter, input string) {
 // send sends a packet.
 func (w *world) send(q probe, rules *packetsim.Machine) {
 	_, disturbed := w.disturbed[plan.FamilyOf(q.to.Addr())]
-	misled := disturbed && w.cfg.Mode != "iptables" // Others may have changed to which endpoint an element leads, or added a real server.
+	_, tables := w.rules.(*xtablesRules)
+	misled := disturbed && !tables // Others may have changed to which endpoint an element leads, or added a real server.
 	outcomes, err := rules.Trace(q.packet(), thisNode)
 	if err != nil {
 		w.fail("packet %s: %v", q.packet(), err)

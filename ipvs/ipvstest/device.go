@@ -33,6 +33,27 @@ func (ProcessDevice) EnableIPv6(string) error { return nil }
 // Close is as that of host.Device.
 func (ProcessDevice) Close() error { return nil }
 
+// Remove removes the interface, the tables of nftables, and routing rules, as that of ipvs.Node.
+func (p ProcessDevice) Remove() error {
+	for _, f := range plan.Families {
+		there := false
+		err := p.read(f, func(k *Kernel) error {
+			there = k.Device || k.Guard || k.Ports != nil
+			return nil
+		})
+		if there && err == nil {
+			err = p.write(f, "remove the interface", func(k *Kernel) ([]host.DeviceChange, error) {
+				k.Guard, k.BrokenGuard, k.Ports, k.BrokenPorts = false, false, nil, false
+				return Device{k}.Lose(), nil
+			})
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // Ensure is as that of host.Device.
 func (p ProcessDevice) Ensure() (mended string, err error) {
 	for _, f := range plan.Families {

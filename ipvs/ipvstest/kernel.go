@@ -17,6 +17,7 @@ import (
 	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
+	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
@@ -60,6 +61,21 @@ func New(f plan.Family) *Kernel {
 	}
 }
 
+// Empty reports whether nothing is there that mode ipvs has programmed, but for virtual servers of others, and sets that rules ask.
+func (k *Kernel) Empty(foreign func(ipvs.ServerID) bool) bool {
+	for id := range k.Virtual {
+		if !foreign(id) {
+			return false
+		}
+	}
+	for name := range k.Set {
+		if names.IsOurSet(name) && (k.InUse == nil || !k.InUse(name)) {
+			return false
+		}
+	}
+	return !k.Device && !k.Guard && k.Ports == nil
+}
+
 // ErrRefused is the error of calls that are to fail.
 var ErrRefused = errors.New("refused")
 
@@ -80,10 +96,14 @@ func (k *Kernel) Call(format string, args ...any) error {
 type Servers struct{ *Kernel }
 
 // Each is as that of ipvs.Servers.
-func (k Servers) Each(_ plan.Family, each func(*ipvs.ActualServer)) error {
+func (k Servers) Each(f plan.Family, each func(*ipvs.ActualServer)) error {
+	if f != k.Family {
+		return nil
+	}
 	list, err := k.List()
 	for _, v := range list {
 		each(v)
+		clear(v.RealServers) // They are valid only during the call.
 	}
 	return err
 }

@@ -314,6 +314,7 @@ func (p ProcessServers) Each(f plan.Family, each func(*ipvs.ActualServer)) error
 	}
 	for _, v := range found {
 		each(v)
+		clear(v.RealServers) // They are valid only during the call.
 	}
 	return nil
 }
