@@ -174,11 +174,13 @@ func (d *daemon) removeOthers(ctx context.Context) {
 		if err == nil || ctx.Err() != nil {
 			return
 		}
+		if wait == firstRemoval {
+			d.log.Warn("something of other modes stays for now; it is tried again for some minutes", "error", err)
+		}
 		if wait > lastRemoval {
 			d.log.Warn("something of other modes stays until the next start", "error", err)
 			return
 		}
-		d.log.Debug("something of other modes stays for now", "error", err, "tried-again-in", wait)
 		select {
 		case <-ctx.Done():
 			return
