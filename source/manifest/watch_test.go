@@ -116,6 +116,12 @@ func at(name string, ip int) (manifest, line string) {
 
 func TestWatchSaves(t *testing.T) {
 	t.Parallel()
+	var slowest time.Duration
+	write := func(t *testing.T, path, content string) {
+		begin := time.Now()
+		write(t, path, content)
+		slowest = max(slowest, time.Since(begin))
+	}
 	m1, l1 := at("web", 1)
 	m2, l2 := at("web", 2)
 	m3, l3 := at("web", 3)
@@ -160,7 +166,8 @@ func TestWatchSaves(t *testing.T) {
 			}
 		}
 	}
-	if strings.Contains(r.said(), "problem") {
+	// A file that has been empty for so long, where this process had no processor in the middle of writing it, is reported rightly.
+	if strings.Contains(r.said(), "problem") && slowest < quiet {
 		t.Error(r.said())
 	}
 }
