@@ -123,8 +123,8 @@ test:
 test-all: deps
 	@hack/unchanged hack/phases tier-2 "$(TIER_2)" -j1
 
-# The phases of the first tier, in the order in which they begin once what they need is there. What takes long to build is built with a lower priority, while the tests
-# run that need none of it.
+# The phases of the first tier, in the order in which they begin once what they need is there. What takes long to build is built with a lower
+# priority, while the tests run that need none of it.
 TIER_1 = 1-packages 1-ipvs 1-iptables 1-nftables 1-kernel 1-cluster 1-cluster-nftables 1-lint 1-demo
 .PHONY: $(TIER_1)
 tier-1: $(TIER_1)

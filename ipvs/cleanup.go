@@ -128,12 +128,14 @@ func (c *Cleaner) List() ([]string, error) {
 	if v, err := ipvs.OpenServers(); err == nil {
 		defer v.Close()
 		for _, f := range plan.Families {
-			list, err := c.ours(v, f)
+			list, err := v.List(f)
 			if err != nil {
 				return nil, err
 			}
 			for _, id := range slices.SortedFunc(maps.Keys(list), compareServers) {
-				out = append(out, fmt.Sprintf("virtual server %s with %d real servers", id, len(list[id].RealServers)))
+				if c.ours(id) {
+					out = append(out, fmt.Sprintf("virtual server %s with %d real servers", id, len(list[id].RealServers)))
+				}
 			}
 		}
 	}
@@ -141,16 +143,9 @@ func (c *Cleaner) List() ([]string, error) {
 	return append(out, rest...), err
 }
 
-// ours returns the virtual servers of mode ipvs.
-func (c *Cleaner) ours(v servers, f plan.Family) (map[ipvs.ServerID]*ipvs.ActualServer, error) {
-	out := map[ipvs.ServerID]*ipvs.ActualServer{}
-	err := v.Each(f, func(s *ipvs.ActualServer) {
-		if is := *s; !newMarks(c.MasqueradeBit).foreign(s.ID, c.ExcludeCIDRs) {
-			is.RealServers = maps.Clone(s.RealServers)
-			out[s.ID] = &is
-		}
-	})
-	return out, err
+// ours reports whether a virtual server is one of mode ipvs.
+func (c *Cleaner) ours(id ipvs.ServerID) bool {
+	return !newMarks(c.MasqueradeBit).foreign(id, c.ExcludeCIDRs)
 }
 
 // quiesce keeps virtual servers from getting new connections, as a Service that has gone since would still be reached by its own. It returns
@@ -179,21 +174,19 @@ func (c *Cleaner) deleteServers(v servers) error {
 	return c.each(v, func(s *ipvs.ActualServer) []ipvs.Op { return []ipvs.Op{{Kind: ipvs.DeleteServer, Server: s.Server}} })
 }
 
-// each changes the virtual servers of mode ipvs, in order.
+// each changes the virtual servers of mode ipvs.
 func (c *Cleaner) each(v servers, changes func(*ipvs.ActualServer) []ipvs.Op) error {
 	for _, f := range plan.Families {
-		list, err := c.ours(v, f)
-		if err != nil {
-			return err
-		}
 		var ops []ipvs.Op
-		for _, id := range slices.SortedFunc(maps.Keys(list), compareServers) {
-			ops = append(ops, changes(list[id])...)
+		err := v.Each(f, func(s *ipvs.ActualServer) {
+			if c.ours(s.ID) {
+				ops = append(ops, changes(s)...)
+			}
+		})
+		if err == nil && len(ops) > 0 {
+			err = errors.Join(v.Apply(ops)...)
 		}
-		if len(ops) == 0 {
-			continue
-		}
-		if err := errors.Join(v.Apply(ops)...); err != nil {
+		if err != nil {
 			return err
 		}
 	}

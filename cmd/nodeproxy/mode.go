@@ -189,7 +189,7 @@ func (d *daemon) removeOthers(ctx context.Context) {
 	}
 }
 
-// removeChains removes the chains of other modes, where this one has none, and replaces none therefore.
+// removeChains removes the chains of other modes, unless this mode has chains itself: its syncs remove those.
 func (d *daemon) removeChains(ctx context.Context) error {
 	if d.mode.rules != nil || !d.machine.real() {
 		return nil

@@ -110,13 +110,7 @@ var (
 		}},
 		{"new-flags", 2, func(w *world, r *rand.Rand) string {
 			args := append(drawFlags(w.cfg.Mode, r), "--proxy-mode="+w.cfg.Mode)
-			if r.IntN(2) == 0 {
-				w.kill(true)
-			} else {
-				w.stop()
-			}
-			w.configure(args...)
-			w.start()
+			w.restart(r, args...)
 			return strings.Join(args, " ")
 		}},
 		{"change-all-slices", 2, func(w *world, r *rand.Rand) string {
@@ -138,6 +132,17 @@ var (
 		}},
 	}
 )
+
+// restart ends the nodeproxy, and starts one with other flags.
+func (w *world) restart(r *rand.Rand, args ...string) {
+	if r.IntN(2) == 0 {
+		w.kill(true)
+	} else {
+		w.stop()
+	}
+	w.configure(args...)
+	w.start()
+}
 
 // drawFlags draws flags that change the rules that nodeproxy writes in a mode.
 func drawFlags(mode string, r *rand.Rand) (args []string) {

@@ -307,13 +307,7 @@ var toIPVS = []happening{
 	}},
 	{"switch-mode", 2, func(w *world, r *rand.Rand) string {
 		to := map[string]string{"ipvs": "iptables", "iptables": "ipvs"}[w.cfg.Mode]
-		if r.IntN(2) == 0 {
-			w.kill(true)
-		} else {
-			w.stop()
-		}
-		w.configure("--proxy-mode=" + to)
-		w.start()
+		w.restart(r, "--proxy-mode="+to)
 		return to
 	}},
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"sync"
 	"testing"
@@ -166,11 +167,16 @@ func TestWatchSaves(t *testing.T) {
 			}
 		}
 	}
-	// A file that has been empty for so long, where this process had no processor in the middle of writing it, is reported rightly.
-	if strings.Contains(r.said(), "problem") && slowest < quiet {
-		t.Error(r.said())
+	said := r.said()
+	if slowest >= quiet { // A file that was empty for so long, as this process had no processor in the middle of writing it, is reported rightly.
+		said = emptyFile.ReplaceAllString(said, "")
+	}
+	if strings.Contains(said, "problem") {
+		t.Error(said)
 	}
 }
+
+var emptyFile = regexp.MustCompile(`(?m)^problem: .*: the file is empty, as while it is being written.*$`)
 
 func TestWatchBroken(t *testing.T) {
 	t.Parallel()
