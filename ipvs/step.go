@@ -93,7 +93,8 @@ func (e *engine) divide(rest, t *touched) (size map[netip.Addr]int, now, waits m
 
 // step adds a part of what large ServicePorts have changed to what others touch, and leaves the rest to the next sync. It divides by addresses,
 // each of which changes as a whole, and at once if others change something there. What is not of one address, such as a node port, comes with the
-// first part if it is desired. If not, it goes when all addresses have changed that still had to after it was left, as they may lead to it.
+// first part if it is desired. If it is not, or is a mark without endpoints, it goes when all addresses have changed that still had to after it
+// was left, as they may lead to it.
 func (e *engine) step(t *touched) {
 	rest := e.rest
 	if rest == nil {
@@ -126,9 +127,9 @@ func (e *engine) step(t *touched) {
 		if id.Mark != 0 {
 			a = netip.Addr{}
 		}
-		_, desired := e.desired.servers[id]
+		leads := len(e.desired.servers[id].endpoints()) > 0 // Else addresses that lead to it must refuse first.
 		_, old := rest.old.servers[id]
-		if !goes(a, desired, old) {
+		if !goes(a, leads, old) {
 			continue
 		}
 		t.servers.Insert(id)

@@ -2,6 +2,7 @@ package ipvs
 
 import (
 	"context"
+	"errors"
 	"net/netip"
 	"slices"
 	"testing"
@@ -17,7 +18,8 @@ import (
 )
 
 // TestStepsLeadToEndpoints: while the policies, endpoints and source ranges of a ServicePort change address by address, every packet to each of its
-// frontends gets to an endpoint, and is masqueraded as before or as after.
+// frontends gets to an endpoint, and is masqueraded as before or as after. While its last endpoints go or its first ones come, no packet gets to
+// the node.
 func TestStepsLeadToEndpoints(t *testing.T) {
 	t.Parallel()
 	for i, name := range []string{"TCP", "UDP", "TCP and a node port", "UDP and a node port"} {
@@ -46,6 +48,9 @@ func TestStepsLeadToEndpoints(t *testing.T) {
 				sp.Endpoints.Local = sp.Endpoints.Cluster[:1]
 				return &sp
 			}
+			elsewhere, none := version(plan.Local, 8), version(plan.Local, 8)
+			elsewhere.Endpoints.Local = nil
+			none.Endpoints.Cluster, none.Endpoints.Local, none.Any = nil, nil, false
 			client := netip.MustParsePrefix("192.0.2.0/24")
 			sp := version(plan.Cluster, 7)
 			p.Set(sp)
@@ -53,9 +58,9 @@ func TestStepsLeadToEndpoints(t *testing.T) {
 			k.HostAddrs.Insert(node)
 			require.NoError(t, e.Sync(context.Background(), p, plan.Everything()))
 			e.mostAtOnce = 1
-			looked, steps := 0, 0
+			looked, refused, steps, pod := 0, 0, 0, sp.Endpoints.Cluster[1].Addr.Addr()
 			for i, next := range []*plan.ServicePort{
-				version(plan.Local, 7), version(plan.Local, 8), version(plan.Cluster, 8, client), version(plan.Local, 20, client), version(plan.Cluster, 21),
+				version(plan.Local, 7), version(plan.Local, 8), elsewhere, none, elsewhere, version(plan.Cluster, 8, client), version(plan.Local, 20, client), version(plan.Cluster, 21),
 			} {
 				was := plan.New(p.Node, p.Settings)
 				was.Set(sp)
@@ -65,18 +70,22 @@ func TestStepsLeadToEndpoints(t *testing.T) {
 					rs, err := simulationOf(k)
 					require.NoError(t, err)
 					for _, fe := range next.Frontends {
-						for _, src := range []netip.Addr{client.Addr().Next(), sp.Endpoints.Cluster[1].Addr.Addr()} {
+						for _, src := range []netip.Addr{client.Addr().Next(), pod} {
 							pkt := plan.Packet{Src: src, Dst: fe.Addr, Protocol: protocol, DstPort: fe.Port, InInterface: "eth0"}
 							if !fe.Addr.IsValid() {
 								pkt.Dst, pkt.DstLocal = node, true
 							}
 							v, w := before.Verdict(pkt), after.Verdict(pkt)
-							if v.Action != plan.Forward || w.Action != plan.Forward {
-								continue
-							}
-							looked++
 							outcomes, err := rs.Trace(pkt, packetsim.Node{Local: local})
-							if err == nil {
+							switch {
+							case err != nil:
+							case v.Action != plan.Forward || w.Action != plan.Forward:
+								refused++
+								if slices.ContainsFunc(outcomes, func(o packetsim.Outcome) bool { return o.Action == packetsim.Accept && !o.DNAT }) {
+									err = errors.New("it is neither sent to an endpoint nor refused")
+								}
+							default:
+								looked++
 								err = packetsim.AgreeBetween(v, w, slices.Concat(sp.All(), next.All()), pkt, outcomes)
 							}
 							if err != nil {
@@ -99,8 +108,8 @@ func TestStepsLeadToEndpoints(t *testing.T) {
 				}
 				sp = next
 			}
-			if looked == 0 || steps < 20 {
-				t.Errorf("%d packets were sent, and %d further syncs were made", looked, steps)
+			if looked == 0 || refused == 0 || steps < 20 {
+				t.Errorf("%d packets were sent that had an endpoint, %d others, and %d further syncs were made", looked, refused, steps)
 			}
 		})
 	}
