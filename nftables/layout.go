@@ -264,9 +264,7 @@ func (l *layout) unknown() []nft.Rule {
 func (l *layout) atNodePortAddresses() []nft.Rule {
 	loopback := l.family.Loopback()
 	s := l.settings
-	// While the Node is not known either, node ports that have answered continue to, even if at more addresses than asked for.
-	unknown := l.partial && s.NodePortAddresses.Primary && !l.node.IP(l.family).IsValid()
-	if unknown || s.NodePortAddresses.All(l.family) {
+	if s.NodePortAddresses.All(l.family) {
 		return []nft.Rule{l.rule().within(true, loopback, true).local(true, false).goTo(names.NFTToNodePorts)}
 	}
 	var rules []nft.Rule

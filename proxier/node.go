@@ -65,6 +65,28 @@ func (s *State) withNodeIP(ips []netip.Addr) []netip.Addr {
 	return append(ips, s.nodeIP)
 }
 
+// unread reports whether there may be an object of this node that has not been read.
+func (s *State) unread() bool {
+	return !s.nodeKnown && !s.nodeMissing && (s.nodeUnread || s.plan.Partial)
+}
+
+// limitNodePorts limits node ports to the addresses that the configuration asks for. While the primary ones among them have not been read, those
+// that have answered continue to, even if at more addresses.
+func (s *State) limitNodePorts() {
+	at, localhost := s.given.NodePortAddresses, s.given.LocalhostNodePorts
+	if at.Primary && s.unread() {
+		for _, f := range s.families {
+			if !s.plan.Node.IP(f).IsValid() {
+				at.CIDRs = append(slices.Clip(at.CIDRs), f.All())
+			}
+		}
+		localhost = s.given.LocalhostReachable(plan.IPv4)
+	}
+	now := &s.plan.Settings
+	s.rebuild = s.rebuild || !slices.Equal(at.CIDRs, now.NodePortAddresses.CIDRs)
+	now.NodePortAddresses, now.LocalhostNodePorts = at, localhost
+}
+
 // notReady says why a node is not ready; "" if it is, or that is not known.
 func notReady(node *v1.Node) string {
 	for _, c := range node.Status.Conditions {
@@ -106,6 +128,15 @@ func (s *State) reportNode() {
 			f.Problem("spec.podCIDRs", podsNotTold+"; have the controller manager allot pod CIDRs (--allocate-node-cidrs), or set detectLocalMode "+
 				"otherwise", "there are none, and detectLocalMode is NodeCIDR")
 		}
+	case s.nodeUnread && !s.nodeMissing:
+		effect := "zone hints are ignored until then"
+		if s.nodePorts > 0 && s.given.NodePortAddresses.Primary {
+			effect += "; node ports answer at all addresses of the node, and not only at those that nodePortAddresses allows"
+		}
+		if pods {
+			effect += "; detectLocalMode is NodeCIDR, and " + podsNotTold
+		}
+		f.Problem("", effect+"; see whether the API server answers, and nodeproxy may get, list and watch nodes", "this Node has not been read")
 	case s.nodeMissing, s.synced && (nodePorts || pods || len(s.otherNodes) > 0):
 		effect := "zone hints are ignored"
 		if nodePorts {

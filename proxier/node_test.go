@@ -135,10 +135,13 @@ func TestNodeFindings(t *testing.T) {
 		"node ports in ranges":           {ranges, "", none, ""},
 		"node ports, and an address":     {primary, "192.168.0.7", none, ""},
 		"pods":                           {nodeCIDR, "", none, begin + "; detectLocalMode is NodeCIDR, and " + pods + end},
-		"a Node":                         {plan.Settings{}, "", me(""), ""},
-		"a Node of one family":           {primary, "", me("", "192.168.0.1"), ""},
-		"a Node with pod CIDRs":          {nodeCIDR, "", me("10.244.1.0/24"), ""},
-		"a Node that nobody asked for":   {plan.Settings{}, "", source.Batch{NodeMissing: true, Nodes: me("").Nodes}, ""},
+		"a Node that can't be read": {primary, "", source.Batch{NodeUnread: true}, "Node me: this Node has not been read; zone hints are ignored until then; " +
+			"node ports answer at all addresses of the node, and not only at those that nodePortAddresses allows; see whether the API server answers, and " +
+			"nodeproxy may get, list and watch nodes"},
+		"a Node":                       {plan.Settings{}, "", me(""), ""},
+		"a Node of one family":         {primary, "", me("", "192.168.0.1"), ""},
+		"a Node with pod CIDRs":        {nodeCIDR, "", me("10.244.1.0/24"), ""},
+		"a Node that nobody asked for": {plan.Settings{}, "", source.Batch{NodeMissing: true, Nodes: me("").Nodes}, ""},
 		"a Node without addresses": {primary, "", me(""), "Node me: status.addresses: there is no InternalIP or ExternalIP; node ports answer at no address, as " +
 			"nodePortAddresses limits them to the primary ones; see that the kubelet or the cloud controller manager sets an InternalIP, or set nodePortAddresses otherwise"},
 		"a Node without pod CIDRs": {nodeCIDR, "", me(""), "Node me: spec.podCIDRs: there are none, and detectLocalMode is NodeCIDR; " + pods +
@@ -182,5 +185,40 @@ func TestNodeFindings(t *testing.T) {
 				t.Errorf("with a Node that has all: %q", found)
 			}
 		})
+	}
+}
+
+// TestNodePortsWhileNodeIsUnread: node ports that are limited to the Node's addresses answer everywhere, but at loopback addresses, while it is not
+// known whether there is a Node, and nowhere where there is none.
+func TestNodePortsWhileNodeIsUnread(t *testing.T) {
+	t.Parallel()
+	at := func(s *State, text string) bool {
+		s.Update()
+		return s.Plan().Settings.NodePortsAnswer(s.Plan().Node, netip.MustParseAddr(text))
+	}
+	settings := plan.Settings{NodePortAddresses: plan.NodePortAddresses{Primary: true}, LocalhostNodePorts: true}
+	me := source.Batch{Nodes: map[string]*v1.Node{"me": {ObjectMeta: metav1.ObjectMeta{Name: "me"}, Status: v1.NodeStatus{Addresses: []v1.NodeAddress{
+		{Type: v1.NodeInternalIP, Address: "192.168.0.1"}}}}}}
+	for name, unread := range map[string]source.Batch{"API server": {NodeUnread: true, Synced: true}, "manifests": {Extent: source.Partial, Synced: true}} {
+		for later, batch := range map[string]source.Batch{"a Node": me, "none": {NodeMissing: true}} {
+			s := NewState("me", settings, plan.Families[:], nil)
+			s.Apply(unread)
+			if !at(s, "192.168.0.1") || !at(s, "2001:db8::1") || at(s, "127.0.0.1") {
+				t.Errorf("%s: node ports do not answer at all addresses but the loopback ones while the Node is not read", name)
+			}
+			s.Apply(batch)
+			if is := at(s, "192.168.0.1"); is != (later == "a Node") || at(s, "192.168.0.2") || at(s, "127.0.0.1") || at(s, "2001:db8::1") {
+				t.Errorf("%s, then %s: node ports answer at 192.168.0.1: %t, or at another address", name, later, is)
+			}
+			if got := s.Plan().Settings; !slices.Equal(got.NodePortAddresses.CIDRs, settings.NodePortAddresses.CIDRs) || !got.LocalhostNodePorts {
+				t.Errorf("%s, then %s: the settings are %+v", name, later, got)
+			}
+		}
+	}
+	s := NewState("me", settings, plan.Families[:], nil)
+	s.setNodeIP(netip.MustParseAddr("192.168.0.1"))
+	s.Apply(source.Batch{NodeUnread: true, Synced: true})
+	if !at(s, "192.168.0.1") || at(s, "192.168.0.2") {
+		t.Error("node ports do not answer at the address that is given, or at another one")
 	}
 }

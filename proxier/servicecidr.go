@@ -41,7 +41,7 @@ func (s *State) applyServiceCIDRs(objects map[string]*networking.ServiceCIDR) {
 // serviceCIDRs returns the ranges of the configuration and of all objects, in order, each once.
 func (s *State) serviceCIDRs() []netip.Prefix {
 	var out []netip.Prefix
-	for _, cidr := range s.given {
+	for _, cidr := range s.given.ServiceCIDRs {
 		if cidr, ok := plan.Unmapped(cidr); ok {
 			out = append(out, cidr)
 		}

@@ -36,19 +36,19 @@ type State struct {
 	claims   claims
 	reserved reserved
 	dirty    map[plan.Service]struct{}
-	// given are the service CIDRs of the configuration, cidrs those of ServiceCIDR objects, by name.
-	given []netip.Prefix
+	// given is the configuration; the plan's settings also depend on objects. cidrs are the ranges of ServiceCIDR objects, by name.
+	given plan.Settings
 	cidrs map[string][]netip.Prefix
 	// leaving is set while this node is about to be removed.
 	leaving bool
 	// excluded is set while load balancers leave this node out, by a label of its object.
 	excluded bool
 	// nodeKnown is set once there has been an object of this node, nodeGone while there is none any more, nodeMissing if the source expects one
-	// and has none. otherNodes are the others, with why they are not ready; "" if they are.
-	nodeKnown, nodeGone, nodeMissing bool
-	podCIDRs                         bool // of this node are known
-	otherNodes                       map[string]string
-	nodeFindings                     []source.Finding // about fields of this node's object
+	// and has none, nodeUnread if it could not read whether there is one. otherNodes are the others, with why they are not ready; "" if they are.
+	nodeKnown, nodeGone, nodeMissing, nodeUnread bool
+	podCIDRs                                     bool // of this node are known
+	otherNodes                                   map[string]string
+	nodeFindings                                 []source.Finding // about fields of this node's object
 	// nodePorts is how many node ports Services ask for.
 	nodePorts int
 	// triggers collects what Triggers will return after the next Update; updated is what it returns now.
@@ -89,7 +89,7 @@ func NewState(nodeName string, settings plan.Settings, families []plan.Family, r
 		}),
 		claims:   newClaims(),
 		dirty:    map[plan.Service]struct{}{},
-		given:    settings.ServiceCIDRs,
+		given:    settings,
 		cidrs:    map[string][]netip.Prefix{},
 		rebuild:  true,
 		report:   report,
@@ -128,7 +128,8 @@ func (s *State) Apply(b source.Batch) {
 		s.plan.Partial = partial
 	}
 	s.synced = s.synced || b.Synced
-	s.nodeMissing = s.nodeMissing || b.NodeMissing
+	s.nodeMissing, s.nodeUnread = s.nodeMissing || b.NodeMissing, s.nodeUnread || b.NodeUnread
+	s.limitNodePorts()
 	s.reportNode()
 }
 

@@ -24,6 +24,9 @@ type Batch struct {
 	Nodes        map[string]*v1.Node
 	// NodeMissing is true if the source expects a Node of this node's name, and has none. Manifests need not have Nodes.
 	NodeMissing bool
+	// NodeUnread is true if the source goes on without having been able to read whether there is a Node of this node's name. It says later
+	// what there is.
+	NodeUnread bool
 	// Synced is true once everything that existed when the source started has been delivered, with this batch.
 	Synced bool
 	// Extent says whether all objects are known, if that has changed.
@@ -44,7 +47,7 @@ const (
 // Empty reports whether the batch has no content.
 func (b Batch) Empty() bool {
 	return len(b.Services) == 0 && len(b.EndpointSlices) == 0 && len(b.ServiceCIDRs) == 0 && len(b.Nodes) == 0 &&
-		!b.NodeMissing && !b.Synced && b.Extent == Unchanged
+		!b.NodeMissing && !b.NodeUnread && !b.Synced && b.Extent == Unchanged
 }
 
 // Merge adds a later batch to this one; the later object wins. A Node that is gone remains as one that is being deleted: its last
@@ -60,7 +63,7 @@ func (b *Batch) Merge(later Batch) {
 		}
 	}
 	b.Nodes = merge(merge(b.Nodes, later.Nodes), last)
-	b.NodeMissing = b.NodeMissing || later.NodeMissing
+	b.NodeMissing, b.NodeUnread = b.NodeMissing || later.NodeMissing, b.NodeUnread || later.NodeUnread
 	b.Synced = b.Synced || later.Synced
 	if later.Extent != Unchanged {
 		b.Extent = later.Extent

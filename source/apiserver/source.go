@@ -207,7 +207,7 @@ func (s *Source) goOn() {
 		if r.name != nodes {
 			continue
 		}
-		b.NodeMissing = !r.current(time.Now()).Synced
+		b.NodeUnread = !r.current(time.Now()).Synced
 		effect := "the API server has not delivered this Node; Services are proxied without regard to its zone and addresses"
 		if s.cfg.PodCIDRTimeout > 0 {
 			effect = "this node has no spec.podCIDRs yet; Services are proxied without them"

@@ -204,7 +204,10 @@ func TestNodeIsNotWaitedForForever(t *testing.T) {
 	f.Serve(services, serviceList(10, serviceAt(4, "first")))
 	_, sink := start(t, f, func(c *Config) { c.NodeTimeout = 100 * time.Millisecond })
 	sink.sees("sync", func() bool { return sink.synced == 1 && len(sink.services) == 1 })
-	sink.sees("that it is missing", func() bool { return sink.batches[len(sink.batches)-1].NodeMissing })
+	sink.sees("that nothing is known of it", func() bool {
+		last := sink.batches[len(sink.batches)-1]
+		return last.NodeUnread && !last.NodeMissing
+	})
 	f.Serve(nodes, nodeList("n1"))
 	f.Fail(nodes, 0)
 	sink.sees("the Node", func() bool { return sink.batches[len(sink.batches)-1].Nodes["n1"] != nil })
@@ -354,8 +357,8 @@ func TestPodCIDRsAreWaitedFor(t *testing.T) {
 		if first := sink.batches[0]; first.Synced || first.Nodes["n1"] == nil {
 			t.Errorf("the first batch is %+v, want the Node without Synced", first)
 		}
-		if sink.batches[1].NodeMissing {
-			t.Error("the Node without pod CIDRs is said to be missing")
+		if sink.batches[1].NodeMissing || sink.batches[1].NodeUnread {
+			t.Error("the Node without pod CIDRs is said to be missing, or not to have been read")
 		}
 		f.Send(nodes, watch.Modified, node("12", "10.244.1.0/24"))
 		sink.sees("them later", func() bool { return len(sink.batches) == 3 && sink.synced == 1 })
