@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"reflect"
 	"strings"
+	"sync"
 
 	"go.yaml.in/yaml/v3"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -206,17 +207,26 @@ func isObject(v reflect.Value) bool {
 // fieldsOf returns the fields of a struct by their names in JSON.
 func fieldsOf(v reflect.Value) map[string]reflect.Value {
 	out := map[string]reflect.Value{}
-	for i := range v.NumField() {
-		field := v.Type().Field(i)
-		name, _, _ := strings.Cut(field.Tag.Get("json"), ",")
-		if name == "" && field.Anonymous {
-			for inner, field := range fieldsOf(v.Field(i)) {
-				out[inner] = field
-			}
-		} else {
-			out[name] = v.Field(i)
+	for name, index := range indexesOf(v.Type()) {
+		out[name] = v.FieldByIndex(index)
+	}
+	return out
+}
+
+// indexes are those of the fields of struct types, by their names in JSON: each command looks for hundreds of fields when it begins.
+var indexes sync.Map
+
+func indexesOf(t reflect.Type) map[string][]int {
+	if known, is := indexes.Load(t); is {
+		return known.(map[string][]int)
+	}
+	out := map[string][]int{}
+	for _, field := range reflect.VisibleFields(t) {
+		if name, _, _ := strings.Cut(field.Tag.Get("json"), ","); name != "" || !field.Anonymous {
+			out[name] = field.Index
 		}
 	}
+	indexes.Store(t, out)
 	return out
 }
 
@@ -224,13 +234,14 @@ func fieldsOf(v reflect.Value) map[string]reflect.Value {
 func lookup(kp *proxyconfig.KubeProxyConfiguration, path string) (reflect.Value, bool) {
 	v := reflect.ValueOf(kp).Elem()
 	for _, name := range strings.Split(path, ".") {
-		var ok bool
 		if !isObject(v) {
 			return v, false
 		}
-		if v, ok = fieldsOf(v)[name]; !ok {
-			return v, false
+		index, is := indexesOf(v.Type())[name]
+		if !is {
+			return reflect.Value{}, false
 		}
+		v = v.FieldByIndex(index)
 		if v.Kind() == reflect.Pointer && !v.IsNil() {
 			v = v.Elem()
 		}
