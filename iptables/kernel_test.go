@@ -39,7 +39,18 @@ func inVariants[T interface {
 	Run(name string, f func(T)) bool
 }](t T, f func(t T, v xtables.Variant)) {
 	t.Helper()
-	for _, v := range []xtables.Variant{xtables.NFT, xtables.Legacy} {
+	in(t, variants, f)
+}
+
+var variants = []xtables.Variant{xtables.NFT, xtables.Legacy}
+
+// in is inVariants for some of them.
+func in[T interface {
+	testing.TB
+	Run(name string, f func(T)) bool
+}](t T, some []xtables.Variant, f func(t T, v xtables.Variant)) {
+	t.Helper()
+	for _, v := range some {
 		t.Run(string(v), func(t T) {
 			if t, is := any(t).(*testing.T); is {
 				t.Parallel()
@@ -50,12 +61,16 @@ func inVariants[T interface {
 	}
 }
 
-// inAll is inVariants for each family.
+// inAll is inVariants for each family; with -short, for one variant of each.
 func inAll(t *testing.T, test func(t *testing.T, v xtables.Variant, f plan.Family)) {
 	t.Helper()
-	for _, f := range plan.Families {
+	for i, f := range plan.Families {
+		some := variants
+		if testing.Short() {
+			some = variants[i : i+1]
+		}
 		t.Run(f.String(), func(t *testing.T) {
-			inVariants(t, func(t *testing.T, v xtables.Variant) { test(t, v, f) })
+			in(t, some, func(t *testing.T, v xtables.Variant) { test(t, v, f) })
 		})
 	}
 }

@@ -116,7 +116,11 @@ func TestRenderIsInput(t *testing.T) {
 			holds(t, e, p)
 		}
 	}
-	for i := range 20 {
+	examples := 20
+	if testing.Short() {
+		examples /= 5
+	}
+	for i := range examples {
 		p := plantest.Clusters().Example(i).Plan
 		giveWeights(p, uint32(i%2))
 		check(p)
