@@ -177,11 +177,32 @@ func (b *Backend) Unfinished() bool {
 	return slices.ContainsFunc(b.Engines, func(e *engine) bool { return len(e.unfinished) > 0 })
 }
 
-// Leftovers lists the families that have a table of mode nftables in the network namespace of the calling thread.
-func Leftovers() ([]plan.Family, error) { return nft.FamiliesWith(names.NFTables) }
+// Leftovers lists the families that have a table of mode nftables; s may be nil.
+func (s *Sockets) Leftovers() (list []plan.Family, err error) {
+	err = s.use(func(c *nft.Conn) error {
+		list, err = c.FamiliesWith(names.NFTables)
+		return err
+	})
+	return list, err
+}
 
-// Cleanup removes the tables, including the remembered clients of session affinity.
-func Cleanup() error { return nft.RemoveTables(names.NFTables) }
+// Cleanup removes the tables, including the remembered clients of session affinity; s may be nil.
+func (s *Sockets) Cleanup() error {
+	return s.use(func(c *nft.Conn) error { return c.RemoveTables(names.NFTables) })
+}
+
+// use opens a connection for a function. Without nftables, it does nothing.
+func (s *Sockets) use(do func(*nft.Conn) error) error {
+	c, err := s.dial()
+	if errors.Is(err, nft.ErrAbsent) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	return do(c)
+}
 
 // ownPorts is the set of the netlink ports of the sockets with which this backend writes. By them, it recognises notifications of its
 // own changes.

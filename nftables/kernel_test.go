@@ -25,6 +25,9 @@ import (
 	"nodeproxy/plan/plantest"
 )
 
+// Cleanup removes the tables of the network namespace of the calling thread.
+func Cleanup() error { return (*Sockets)(nil).Cleanup() }
+
 // counted is a kernel that counts the transactions, and fails where it is told to.
 type counted struct {
 	kernel
@@ -592,7 +595,7 @@ func TestNew(t *testing.T) {
 		t.Errorf("the kernel has %q, %v", out, err)
 	}
 	synced(t, b, plantest.Large(3, 1), plan.Everything())
-	if left, err := Leftovers(); len(left) != 2 || err != nil {
+	if left, err := (*Sockets)(nil).Leftovers(); len(left) != 2 || err != nil {
 		t.Errorf("there are tables of %v, %v", left, err)
 	}
 	assert.NoError(t, errors.Join(Cleanup(), Cleanup(), b.Close()))

@@ -147,9 +147,9 @@ func (d *daemon) check() error {
 	return d.mode.check(cfg)
 }
 
-// The removal of what other modes have left is tried again after firstRemoval, then each time after twice as long, up to lastRemoval. What stays
-// even then is somebody else's matter, or that of the next start.
-const firstRemoval, lastRemoval = 5 * time.Second, 160 * time.Second
+// The removal of what other modes have left is tried again after firstRemoval, as tables of mode nftables still refuse what had no endpoints then,
+// and each time after twice as long, up to lastRemoval. What stays even then is somebody else's matter, or that of the next start.
+const firstRemoval, lastRemoval = time.Second, 128 * time.Second
 
 // removeOthers removes what kube-proxy and other modes have left on this node, once all Services are programmed in this one. Established
 // connections keep what they need.
@@ -191,10 +191,11 @@ func (d *daemon) removeOthers(ctx context.Context) {
 
 // removeChains removes the chains of other modes, unless this mode has chains itself: its syncs remove those.
 func (d *daemon) removeChains(ctx context.Context) error {
-	if d.mode.rules != nil || !d.machine.real() {
+	left, simulated := d.machine.left[iptablesMode.name]
+	if d.mode.rules != nil || !simulated && !d.machine.real() {
 		return nil
 	}
-	lines, err := xtables.Cleanup(ctx, false, variants(d.cfg.IPTablesBackend)...)
+	lines, err := cleanupIPTables(ctx, d.cfg, left)
 	if len(lines) > 0 && err == nil {
 		d.log.Info("what other modes have left in the tables of iptables is removed", "removed", len(lines))
 	}

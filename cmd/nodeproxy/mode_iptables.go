@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"net/netip"
 
@@ -90,4 +91,18 @@ func renderIPTables(cfg *config.Config, desired *plan.Plan, families []plan.Fami
 		return iptables.Render(desired, families[0], options)
 	}
 	return iptables.RenderAll(desired, options)
+}
+
+// cleanupIPTables removes all chains, and returns a line for each thing that it removes. left is what mode iptables has for the kernel, if not nil.
+func cleanupIPTables(ctx context.Context, cfg *config.Config, left any) (lines []string, err error) {
+	tables, simulated := left.(*iptables.Tables)
+	if !simulated {
+		return xtables.Cleanup(ctx, false, variants(cfg.IPTablesBackend)...)
+	}
+	for _, f := range plan.Families {
+		w := &xtables.Writer{Kernel: tables.Kernels[f]}
+		removed, failed := w.Cleanup(ctx, names.Tables, false)
+		lines, err = append(lines, removed...), errors.Join(err, failed)
+	}
+	return lines, err
 }

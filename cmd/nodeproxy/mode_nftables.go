@@ -102,7 +102,8 @@ func diffNFTables(from, to *side, f plan.Family) ([]drift.Hunk, error) {
 
 // removeNFTables removes the tables. Connections that they have translated continue, since the translation is kept with the connection.
 func removeNFTables(_ context.Context, r removal) error {
-	left, err := nftables.Leftovers()
+	sockets, _ := r.kernel.(*nftables.Sockets)
+	left, err := sockets.Leftovers()
 	if err != nil || len(left) == 0 {
 		return err
 	}
@@ -115,7 +116,7 @@ func removeNFTables(_ context.Context, r removal) error {
 		return nil
 	}
 	r.log.Info("this node was in mode nftables before; its tables are removed")
-	return nftables.Cleanup()
+	return sockets.Cleanup()
 }
 
 // handOver leaves rules that a kube-proxy in mode nftables does not remove before it has its own, if one is to follow. Where that is not

@@ -144,6 +144,15 @@ func (w *world) restart(r *rand.Rand, args ...string) {
 	w.start()
 }
 
+// switchMode starts a nodeproxy in the other one of two modes.
+func (w *world) switchMode(r *rand.Rand, a, b string) string {
+	if w.cfg.Mode == a {
+		a = b
+	}
+	w.restart(r, "--proxy-mode="+a)
+	return a
+}
+
 // drawFlags draws flags that change the rules that nodeproxy writes in a mode.
 func drawFlags(mode string, r *rand.Rand) (args []string) {
 	maybe := func(flag string, values ...string) {

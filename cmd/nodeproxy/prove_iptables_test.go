@@ -24,7 +24,12 @@ type xtablesRules struct {
 }
 
 func newXtablesRules(w *world) nodeRules {
-	x := &xtablesRules{xtablestest.NewTables(w.draw), w}
+	x := newTables(w)
+	return &x
+}
+
+func newTables(w *world) xtablesRules {
+	x := xtablesRules{xtablestest.NewTables(w.draw), w}
 	x.Changed = func(f plan.Family, by *xtablestest.Process, input string) {
 		if by != nil {
 			w.changed(f, by, input)

@@ -305,11 +305,7 @@ var toIPVS = []happening{
 		w.disturb(plan.IPv4)
 		return name
 	}},
-	{"switch-mode", 2, func(w *world, r *rand.Rand) string {
-		to := map[string]string{"ipvs": "iptables", "iptables": "ipvs"}[w.cfg.Mode]
-		w.restart(r, "--proxy-mode="+to)
-		return to
-	}},
+	{"switch-mode", 2, func(w *world, r *rand.Rand) string { return w.switchMode(r, ipvsMode.name, iptablesMode.name) }},
 }
 
 // changeAddress takes something away from the interface with the addresses of Services, or adds an address.

@@ -15,21 +15,24 @@ import (
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/nft"
 	"nodeproxy/kernel/nft/nfttest"
+	"nodeproxy/kernel/xtables/xtablestest"
 	"nodeproxy/nftables"
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
 )
 
-// nftRules are tables of nftables.
+// nftRules are tables of nftables. A nodeproxy may be in mode iptables, too: each mode removes what the other one has left.
 type nftRules struct {
 	*nfttest.Kernel
+	xtables xtablesRules
 	world   *world
 	program *nft.Conn // of others
 }
 
 func newNFTRules(w *world) nodeRules {
 	// A nodeproxy whose trial fails at its start ends, and is started again by whatever has started it.
-	n := &nftRules{Kernel: &nfttest.Kernel{Draw: w.draw, Spared: names.NFTables + "-trial"}, world: w}
+	n := &nftRules{Kernel: &nfttest.Kernel{Draw: w.draw, Spared: names.NFTables + "-trial"}, xtables: newTables(w), world: w}
+	n.xtables.Locker = n.Kernel // One lock is for all.
 	n.Changed = func(c nfttest.Change) {
 		if !c.By.Instant {
 			w.changed(c.Family, nftProcess{c.By}, c.Input)
@@ -53,29 +56,88 @@ func connect(p *nfttest.Process) *nft.Conn {
 	return nft.NewConn(s)
 }
 
-// nftProcess is a process that writes by no other programs.
+// nftProcess is a process that writes tables of nftables itself.
 type nftProcess struct{ *nfttest.Process }
 
 func (p nftProcess) Kill(bool) { p.Process.Kill() }
 
-func (n *nftRules) start() (ruleWriter, machine) {
-	p := n.Start()
-	return nftProcess{p}, machine{kernel: &nftables.Sockets{Open: p.Open, Subscribe: p.Subscribe}}
+// bothProcess is a process that may write tables of nftables and of iptables.
+type bothProcess struct {
+	nftProcess
+	xtables *xtablestest.Process
 }
 
+func (p bothProcess) Kill(all bool) {
+	p.nftProcess.Kill(all)
+	p.xtables.Kill(all)
+}
+
+func (p bothProcess) Written() int { return p.nftProcess.Written() + p.xtables.Written() }
+
+func (n *nftRules) start() (ruleWriter, machine) {
+	p := bothProcess{nftProcess{n.Start()}, n.xtables.Start()}
+	sockets, tables := &nftables.Sockets{Open: p.Open, Subscribe: p.Subscribe}, tablesFor(p.xtables)
+	if n.inIPTables() {
+		return p, machine{kernel: tables, left: map[string]any{nftablesMode.name: sockets}}
+	}
+	return p, machine{kernel: sockets, left: map[string]any{iptablesMode.name: tables}}
+}
+
+// inIPTables reports whether nodeproxy is in mode iptables.
+func (n *nftRules) inIPTables() bool { return n.world.cfg.Mode == iptablesMode.name }
+
 func (n *nftRules) suffer(r *rand.Rand) string {
+	if n.inIPTables() {
+		return n.xtables.suffer(r)
+	}
 	what, long := nfttest.Trouble(r.IntN(int(nfttest.Troubles))), time.Duration(r.Int64N(int64(8*time.Second)))
 	n.Suffer(what, long)
 	return fmt.Sprint(what, " for ", long)
 }
 
-func (n *nftRules) calm() { n.Suffer(0, 0) }
+func (n *nftRules) calm() {
+	n.Suffer(0, 0)
+	n.xtables.calm()
+}
 
-func (*nftRules) leftover(plan.Family) bool { return false }
+func (n *nftRules) leftover(f plan.Family) bool {
+	if n.inIPTables() {
+		list, err := n.Chains(f, names.NFTables)
+		return err != nil || len(list) > 0
+	}
+	return n.hasChains(f)
+}
 
-func (n *nftRules) others(f plan.Family) string { return n.Others(f, names.NFTables) }
+// hasChains reports whether there is a chain of mode iptables.
+func (n *nftRules) hasChains(f plan.Family) bool {
+	for t, content := range n.xtables.Kernels[f].Tables {
+		for name := range content {
+			if names.IsOurs(t, name) {
+				return true
+			}
+		}
+	}
+	return false
+}
 
-func (n *nftRules) differs(f plan.Family, p *plan.Plan, settled bool) string {
+func (n *nftRules) others(f plan.Family) string {
+	return n.Others(f, names.NFTables) + n.xtables.others(f)
+}
+
+func (n *nftRules) differs(f plan.Family, p *plan.Plan, settled bool) (why string) {
+	if n.inIPTables() {
+		why = n.xtables.differs(f, p, settled)
+	} else {
+		why = n.tableDiffers(f, p, settled)
+	}
+	if why == "" && settled && n.leftover(f) {
+		why = "something of another mode is left"
+	}
+	return why
+}
+
+// tableDiffers is differs for the table of nftables.
+func (n *nftRules) tableDiffers(f plan.Family, p *plan.Plan, settled bool) string {
 	still := n.Still().Start()
 	o := renderedNFTables(n.world.cfg)
 	o.TCPLiberal = conntrack.TCPLiberal()
@@ -102,7 +164,21 @@ func (n *nftRules) packets(f plan.Family) (*packetsim.Machine, error) {
 		chains = append(chains, c.Chain)
 	}
 	elements, err := n.Elements(f, names.NFTables)
-	return nftables.MachineOf(f, chains, elements), err
+	m := nftables.MachineOf(f, chains, elements)
+	if err != nil || !n.hasChains(f) {
+		return m, err
+	}
+	both, err := n.xtables.packets(f)
+	if err != nil {
+		return nil, err
+	}
+	both.Tables[names.NFTables] = m.Tables[names.NFTables]
+	for _, c := range chains {
+		if h := c.Hook; h != nil {
+			both.Attach(names.NFTables, m.Tables[names.NFTables][c.Name], packetsim.Hook(strings.ToUpper(h.Name)), int(h.Priority), h.Type == "nat")
+		}
+	}
+	return both, nil
 }
 
 // toNFT are what others do to tables of nftables.
@@ -166,6 +242,7 @@ var toNFT = []happening{
 		b.DeleteTable()
 		return ""
 	})},
+	{"switch-mode", 2, func(w *world, r *rand.Rand) string { return w.switchMode(r, nftablesMode.name, iptablesMode.name) }},
 	{"others-write-own", 2, func(w *world, r *rand.Rand) string {
 		f := plan.Families[r.IntN(2)]
 		b := nft.NewBatch(f, fmt.Sprint("others-", r.IntN(3)))
@@ -195,6 +272,9 @@ func (w *world) commit(b *nft.Batch) string {
 // onNFTTable returns what others do to the table of a family.
 func onNFTTable(do func(w *world, b *nft.Batch, f plan.Family, r *rand.Rand) string) func(*world, *rand.Rand) string {
 	return func(w *world, r *rand.Rand) string {
+		if w.rules.(*nftRules).inIPTables() {
+			return "has none"
+		}
 		f := plan.Families[r.IntN(2)]
 		b := nft.NewBatch(f, names.NFTables)
 		words := do(w, b, f, r)

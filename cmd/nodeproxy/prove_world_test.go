@@ -329,7 +329,8 @@ func (w *world) look() {
 		if w.cfg.Mode == "nftables" && disturbed && time.Since(since) <= repairTime {
 			continue // A chain that no Service needs may come into use, and others have changed it.
 		}
-		if disturbed && w.rules.leftover(f) {
+		_, refuses := w.rules.(*nftRules) // where a Service had no endpoints in the mode before
+		if (disturbed || refuses) && w.rules.leftover(f) {
 			continue // Nobody repairs that, but it goes.
 		}
 		delete(w.disturbed, f)

@@ -52,14 +52,28 @@ func list[T any](f plan.Family, table string, get uint16, more func(netlink.Buff
 		return nil, err
 	}
 	defer c.Close()
-	var out []T
+	return listBy(c, f, table, get, more, read)
+}
+
+// listBy is list by a Conn.
+func listBy[T any](c *Conn, f plan.Family, table string, get uint16, more func(netlink.Buffer) netlink.Buffer, read func(attrs []byte) T) (out []T, err error) {
 	err = c.dump(f, table, get, more, func() { out = nil }, func(attrs []byte) { out = append(out, read(attrs)) })
 	return out, err
 }
 
 // Tables returns the names of the tables of a family. Without nftables, the error is ErrAbsent.
 func Tables(f plan.Family) ([]string, error) {
-	return list(f, "", unix.NFT_MSG_GETTABLE, nil, func(attrs []byte) string {
+	c, err := Dial()
+	if err != nil {
+		return nil, err
+	}
+	defer c.Close()
+	return c.Tables(f)
+}
+
+// Tables is the function of that name by this Conn.
+func (c *Conn) Tables(f plan.Family) ([]string, error) {
+	return listBy(c, f, "", unix.NFT_MSG_GETTABLE, nil, func(attrs []byte) string {
 		return netlink.Text(netlink.Attribute(attrs, unix.NFTA_TABLE_NAME))
 	})
 }
@@ -166,9 +180,22 @@ func DeleteRule(f plan.Family, table, chain string, handle uint64) error {
 
 // FamiliesWith returns the families that have a table of a name in the network namespace of the calling thread.
 func FamiliesWith(name string) ([]plan.Family, error) {
+	c, err := Dial()
+	if errors.Is(err, ErrAbsent) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer c.Close()
+	return c.FamiliesWith(name)
+}
+
+// FamiliesWith is the function of that name by this Conn.
+func (c *Conn) FamiliesWith(name string) ([]plan.Family, error) {
 	var out []plan.Family
 	for _, f := range plan.Families {
-		names, err := Tables(f)
+		names, err := c.Tables(f)
 		if err != nil && !errors.Is(err, ErrAbsent) {
 			return nil, fmt.Errorf("listing nftables tables: %w", err)
 		}
@@ -181,10 +208,25 @@ func FamiliesWith(name string) ([]plan.Family, error) {
 
 // RemoveTables removes the tables of a name in both families, if they exist.
 func RemoveTables(name string) error {
-	families, err := FamiliesWith(name)
+	c, err := Dial()
+	if errors.Is(err, ErrAbsent) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	return c.RemoveTables(name)
+}
+
+// RemoveTables is the function of that name by this Conn.
+func (c *Conn) RemoveTables(name string) error {
+	families, err := c.FamiliesWith(name)
 	errs := []error{err}
 	for _, f := range families {
-		if err := DeleteTable(f, name); err != nil && !errors.Is(err, unix.ENOENT) {
+		b := NewBatch(f, name)
+		b.DeleteTable()
+		if err := c.Commit(b); err != nil && !errors.Is(err, unix.ENOENT) {
 			errs = append(errs, fmt.Errorf("removing nftables table %s %s: %w", FamilyName(f), name, err))
 		}
 	}

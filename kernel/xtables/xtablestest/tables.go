@@ -16,9 +16,9 @@ import (
 
 // Tables are the tables of both families on a machine where several programs change them, in simulated time (testing/synctest). As with the
 // nft variant of iptables, what a program writes to one table changes at once, and to two tables one after the other; each change has a
-// number, and others are notified of it. The mutex guards all fields.
+// number, and others are notified of it. The lock guards all fields.
 type Tables struct {
-	sync.Mutex
+	sync.Locker
 	Kernels map[plan.Family]*Kernel
 	// Draw returns a random time below a limit: how long something takes.
 	Draw func(what string, limit time.Duration) time.Duration
@@ -54,7 +54,7 @@ const lockWait = 5 * time.Second
 
 // NewTables returns tables with nothing but empty built-in chains.
 func NewTables(draw func(string, time.Duration) time.Duration) *Tables {
-	t := &Tables{Draw: draw, Kernels: map[plan.Family]*Kernel{}, watching: map[*Process]func(string){}}
+	t := &Tables{Locker: &sync.Mutex{}, Draw: draw, Kernels: map[plan.Family]*Kernel{}, watching: map[*Process]func(string){}}
 	for _, f := range plan.Families {
 		t.Kernels[f] = New()
 	}
