@@ -266,6 +266,14 @@ func hasKind(sp *plan.ServicePort, kind plan.FrontendKind) bool {
 // nameNode is what to do where no Node of this node's name is known.
 const nameNode = "create the Node, or give the name that it has with --hostname-override"
 
+// unknownNode says why nothing is known of the Node of a name, and what to do.
+func (c *diagnosis) unknownNode(name string) (why, do string) {
+	if c.d.NodeUnread {
+		return fmt.Sprintf("the Node %s has not been read", name), "see whether the API server answers, and nodeproxy may get, list and watch nodes"
+	}
+	return fmt.Sprintf("no Node of the name %s is known", name), nameNode
+}
+
 // node is about what a ServicePort lacks for want of what the Node should say.
 func (c *diagnosis) node(sp *plan.ServicePort, own *plan.Plan) {
 	family := sp.Key.Family
@@ -294,7 +302,7 @@ func (c *diagnosis) node(sp *plan.ServicePort, own *plan.Plan) {
 		why := fmt.Sprintf("Node %s has no %s address", own.Node.Name, family)
 		switch {
 		case !c.d.NodeKnown:
-			why, do = fmt.Sprintf("no Node of the name %s is known", own.Node.Name), nameNode
+			why, do = c.unknownNode(own.Node.Name)
 		case len(own.Node.IPs) > 0: // It has the other family, and that may be all it should have.
 			severity = note
 		}
@@ -331,7 +339,7 @@ func (c *diagnosis) podRange(sp *plan.ServicePort, own *plan.Plan) {
 		why, do := fmt.Sprintf("Node %s has no %s one in spec.podCIDRs", own.Node.Name, family),
 			"have the controller manager allot pod CIDRs (--allocate-node-cidrs), or set detectLocalMode otherwise"
 		if !c.d.NodeKnown {
-			why, do = fmt.Sprintf("no Node of the name %s is known", own.Node.Name), nameNode
+			why, do = c.unknownNode(own.Node.Name)
 		}
 		c.add(problem, PodsNotTold, do, "Pods of this node are not told from clients outside, so that externalTrafficPolicy Local applies to them, too%s: "+
 			"detectLocalMode is NodeCIDR, but no pod CIDR is known, as %s.", c.name(sp), why)
@@ -600,7 +608,7 @@ func (c *diagnosis) local(sp *plan.ServicePort, node plan.Node) {
 	if len(sp.Endpoints.Local) > 0 {
 		return
 	}
-	orName := when(!c.d.NodeKnown, fmt.Sprintf("; if this node has a Node of another name than %s, give that with --hostname-override", node.Name))
+	orName := when(!c.d.NodeKnown && !c.d.NodeUnread, fmt.Sprintf("; if this node has a Node of another name than %s, give that with --hostname-override", node.Name))
 	full := func(long, short string) bool {
 		return strings.HasPrefix(strings.ToLower(long), strings.ToLower(short)+".")
 	}
@@ -687,9 +695,9 @@ func (c *diagnosis) hints(sp *plan.ServicePort, list []topology.Endpoint, node p
 	case hinted < ready:
 		c.add(note, HintsNotHonoured, "", "%d of %d ready endpoints %s zone hints, so hints do not count and all of them get traffic%s.", ready-hinted, ready, either(ready-hinted == 1, "lacks", "lack"), c.name(sp))
 	case node.Zone == "" && !c.d.NodeKnown:
-		c.add(note, HintsNotHonoured, nameNode,
-			"The endpoints have zone hints, but no Node of the name %s is known, and so no zone: hints do not count here and all of them get traffic%s.",
-			node.Name, c.name(sp))
+		why, do := c.unknownNode(node.Name)
+		c.add(note, HintsNotHonoured, do, "The endpoints have zone hints, but %s, and so no zone: hints do not count here and all of them get traffic%s.",
+			why, c.name(sp))
 	case node.Zone == "":
 		c.add(note, HintsNotHonoured, "give the Node the label topology.kubernetes.io/zone",
 			"The endpoints have zone hints, but this Node has no zone, so hints do not count here and all of them get traffic%s.", c.name(sp))

@@ -489,7 +489,8 @@ func TestPartial(t *testing.T) {
 	again, _ := testEngine(t, plan.IPv4)
 	some := plantest.Large(3, 1)
 	some.Settings, some.Partial = p.Settings, true
-	some.Settings.NodePortAddresses.Primary, some.Node.IPs = true, nil // The Node is not known either.
+	// The Node is not known either: node ports are not limited to its addresses then.
+	some.Settings.NodePortAddresses, some.Node.IPs = plan.NodePortAddresses{Primary: true, CIDRs: []netip.Prefix{plan.IPv4.All()}}, nil
 	sync := func(changed plan.Change) {
 		t.Helper()
 		synced(t, again, some, changed)

@@ -128,15 +128,18 @@ func (s *State) reportNode() {
 			f.Problem("spec.podCIDRs", podsNotTold+"; have the controller manager allot pod CIDRs (--allocate-node-cidrs), or set detectLocalMode "+
 				"otherwise", "there are none, and detectLocalMode is NodeCIDR")
 		}
-	case s.nodeUnread && !s.nodeMissing:
-		effect := "zone hints are ignored until then"
-		if s.nodePorts > 0 && s.given.NodePortAddresses.Primary {
+	case s.unread() && (s.nodeUnread || s.nodePorts > 0 && s.nodePortsEverywhere()):
+		effect, do := "zone hints are ignored until then", "correct the manifests that can't be read"
+		if s.nodeUnread {
+			do = "see whether the API server answers, and nodeproxy may get, list and watch nodes"
+		}
+		if s.nodePorts > 0 && s.nodePortsEverywhere() {
 			effect += "; node ports answer at all addresses of the node, and not only at those that nodePortAddresses allows"
 		}
 		if pods {
 			effect += "; detectLocalMode is NodeCIDR, and " + podsNotTold
 		}
-		f.Problem("", effect+"; see whether the API server answers, and nodeproxy may get, list and watch nodes", "this Node has not been read")
+		f.Problem("", effect+"; "+do, "this Node has not been read")
 	case s.nodeMissing, s.synced && (nodePorts || pods || len(s.otherNodes) > 0):
 		effect := "zone hints are ignored"
 		if nodePorts {
@@ -160,6 +163,12 @@ const podsNotTold = "pods of this node are not told from other clients: what com
 func (s *State) nodePortsNowhere() bool {
 	n := s.plan.Settings.NodePortAddresses
 	return !slices.ContainsFunc(s.families, func(f plan.Family) bool { return n.All(f) || len(n.Ranges(f, s.plan.Node)) > 0 })
+}
+
+// nodePortsEverywhere reports whether node ports of a family answer at all addresses until the primary one has been read.
+func (s *State) nodePortsEverywhere() bool {
+	given, now := s.given.NodePortAddresses, s.plan.Settings.NodePortAddresses
+	return slices.ContainsFunc(s.families, func(f plan.Family) bool { return !given.All(f) && now.All(f) })
 }
 
 // podCIDRsMissing reports whether local traffic should be recognised by the node's pod CIDRs and none are known.

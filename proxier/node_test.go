@@ -138,6 +138,13 @@ func TestNodeFindings(t *testing.T) {
 		"a Node that can't be read": {primary, "", source.Batch{NodeUnread: true}, "Node me: this Node has not been read; zone hints are ignored until then; " +
 			"node ports answer at all addresses of the node, and not only at those that nodePortAddresses allows; see whether the API server answers, and " +
 			"nodeproxy may get, list and watch nodes"},
+		"a Node that can't be read, and an address": {primary, "192.168.0.7", source.Batch{NodeUnread: true}, "Node me: this Node has not been read; " +
+			"zone hints are ignored until then; node ports answer at all addresses of the node, and not only at those that nodePortAddresses allows; see " +
+			"whether the API server answers, and nodeproxy may get, list and watch nodes"}, // in the other family
+		"a Node that can't be read, and no limit": {plan.Settings{}, "", source.Batch{NodeUnread: true}, "Node me: this Node has not been read; " +
+			"zone hints are ignored until then; see whether the API server answers, and nodeproxy may get, list and watch nodes"},
+		"manifests that can't be read": {primary, "", source.Batch{Extent: source.Partial}, "Node me: this Node has not been read; zone hints are ignored " +
+			"until then; node ports answer at all addresses of the node, and not only at those that nodePortAddresses allows; correct the manifests that can't be read"},
 		"a Node":                       {plan.Settings{}, "", me(""), ""},
 		"a Node of one family":         {primary, "", me("", "192.168.0.1"), ""},
 		"a Node with pod CIDRs":        {nodeCIDR, "", me("10.244.1.0/24"), ""},

@@ -112,5 +112,6 @@ func (s *State) keepOnly(families []plan.Family) {
 			s.claim(&svc.specs[i])
 		}
 	}
+	s.limitNodePorts()
 	s.reportNode() // Some of it depends on families.
 }

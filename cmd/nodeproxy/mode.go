@@ -147,8 +147,9 @@ func (d *daemon) check() error {
 	return d.mode.check(cfg)
 }
 
-// The removal of what other modes have left is tried again after firstRemoval, as tables of mode nftables still refuse what had no endpoints then,
-// and each time after twice as long, up to lastRemoval. What stays even then is somebody else's matter, or that of the next start.
+// The removal of what other modes have left is tried again after firstRemoval, which is short since tables of mode nftables go on to refuse what
+// had no endpoints when they were written, and each time after twice as long, up to lastRemoval. What stays even then is somebody else's matter,
+// or that of the next start.
 const firstRemoval, lastRemoval = time.Second, 128 * time.Second
 
 // removeOthers removes what kube-proxy and other modes have left on this node, once all Services are programmed in this one. Established

@@ -87,8 +87,8 @@ func (n *nftRules) start() (ruleWriter, machine) {
 func (n *nftRules) inIPTables() bool { return n.world.cfg.Mode == iptablesMode.name }
 
 func (n *nftRules) suffer(r *rand.Rand) string {
-	if n.inIPTables() {
-		return n.xtables.suffer(r)
+	if n.inIPTables() != (r.IntN(4) == 0) { // else what the other mode has left
+		return "tables of iptables: " + n.xtables.suffer(r)
 	}
 	what, long := nfttest.Trouble(r.IntN(int(nfttest.Troubles))), time.Duration(r.Int64N(int64(8*time.Second)))
 	n.Suffer(what, long)

@@ -209,7 +209,7 @@ func (s *Source) goOn() {
 		}
 		b.NodeUnread = !r.current(time.Now()).Synced
 		effect := "the API server has not delivered this Node; Services are proxied without regard to its zone and addresses"
-		if s.cfg.PodCIDRTimeout > 0 {
+		if s.cfg.PodCIDRTimeout > 0 && !b.NodeUnread {
 			effect = "this node has no spec.podCIDRs yet; Services are proxied without them"
 		}
 		s.cfg.Log.Warn(effect, "node", s.cfg.NodeName, "waited", cmp.Or(s.cfg.PodCIDRTimeout, s.cfg.NodeTimeout))
