@@ -15,6 +15,7 @@ import (
 
 	"nodeproxy/inspect/reality"
 	"nodeproxy/plan"
+	"nodeproxy/proxier"
 	"nodeproxy/source"
 )
 
@@ -437,5 +438,19 @@ func TestClientGone(t *testing.T) {
 	case <-gone:
 	default:
 		t.Error("the check went on until its time was up")
+	}
+}
+
+// TestUnknownNode: what is said of a Node of which nothing is known depends on whether there may be one.
+func TestUnknownNode(t *testing.T) {
+	t.Parallel()
+	for unread, want := range map[string]string{
+		"":             "no Node of the name n is known; " + nameNode,
+		"ask somebody": "the Node n has not been read; ask somebody",
+	} {
+		why, do := (&diagnosis{d: &proxier.Description{NodeUnread: unread}}).unknownNode("n")
+		if got := why + "; " + do; got != want {
+			t.Errorf("%q, want %q", got, want)
+		}
 	}
 }

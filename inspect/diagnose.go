@@ -268,8 +268,8 @@ const nameNode = "create the Node, or give the name that it has with --hostname-
 
 // unknownNode says why nothing is known of the Node of a name, and what to do.
 func (c *diagnosis) unknownNode(name string) (why, do string) {
-	if c.d.NodeUnread {
-		return fmt.Sprintf("the Node %s has not been read", name), "see whether the API server answers, and nodeproxy may get, list and watch nodes"
+	if c.d.NodeUnread != "" {
+		return fmt.Sprintf("the Node %s has not been read", name), c.d.NodeUnread
 	}
 	return fmt.Sprintf("no Node of the name %s is known", name), nameNode
 }
@@ -608,7 +608,7 @@ func (c *diagnosis) local(sp *plan.ServicePort, node plan.Node) {
 	if len(sp.Endpoints.Local) > 0 {
 		return
 	}
-	orName := when(!c.d.NodeKnown && !c.d.NodeUnread, fmt.Sprintf("; if this node has a Node of another name than %s, give that with --hostname-override", node.Name))
+	orName := when(!c.d.NodeKnown && c.d.NodeUnread == "", fmt.Sprintf("; if this node has a Node of another name than %s, give that with --hostname-override", node.Name))
 	full := func(long, short string) bool {
 		return strings.HasPrefix(strings.ToLower(long), strings.ToLower(short)+".")
 	}

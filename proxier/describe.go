@@ -19,8 +19,10 @@ import (
 // must not modify what it refers to.
 type Description struct {
 	Service plan.Service
-	// NodeKnown is true if there is or was an object of this node, and NodeUnread if there may be one that has not been read.
-	NodeKnown, NodeUnread bool
+	// NodeKnown is true if there is or was an object of this node.
+	NodeKnown bool
+	// NodeUnread is what to do where there may be such an object that has not been read; "" elsewhere.
+	NodeUnread string
 	// Excluded is true if that object has the label by which load balancers leave the node out.
 	Excluded bool
 	// Leaving is true if the node is about to be removed, or its object is gone, so that health checks answer 503.
@@ -200,7 +202,7 @@ func (s *State) Describe(id plan.Service) (*Description, bool) {
 		return nil, false
 	}
 	d := &Description{
-		Service: id, NodeKnown: s.nodeKnown, NodeUnread: s.unread(), Excluded: s.excluded, Leaving: s.leaving, NodesDown: map[string]string{},
+		Service: id, NodeKnown: s.nodeKnown, NodeUnread: s.haveNodeRead(), Excluded: s.excluded, Leaving: s.leaving, NodesDown: map[string]string{},
 		PodCIDRs: s.podCIDRs, Exists: svc.exists, Object: svc.object.object(), Frontends: map[netip.AddrPort]Owned{},
 		Findings: slices.Clone(s.reported["Service "+id.String()]),
 	}

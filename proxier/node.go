@@ -70,6 +70,17 @@ func (s *State) unread() bool {
 	return !s.nodeKnown && !s.nodeMissing && (s.nodeUnread || s.plan.Partial)
 }
 
+// haveNodeRead is what to do where that is so; "" where it is not.
+func (s *State) haveNodeRead() string {
+	switch {
+	case !s.unread():
+		return ""
+	case s.nodeUnread:
+		return "see whether the API server answers, and nodeproxy may get, list and watch nodes"
+	}
+	return "correct the manifests that can't be read"
+}
+
 // limitNodePorts limits node ports to the addresses that the configuration asks for. While the primary ones among them have not been read, those
 // that have answered continue to, even if at more addresses.
 func (s *State) limitNodePorts() {
@@ -112,6 +123,7 @@ func (s *State) NodeEligible() bool { return !s.leaving }
 // are as they should be where nothing needs one.
 func (s *State) reportNode() {
 	f := &source.Findings{Object: "Node " + s.plan.Node.Name, List: slices.Clone(s.nodeFindings)}
+	open := s.nodePorts > 0 && s.nodePortsEverywhere()
 	nodePorts, pods := s.nodePorts > 0 && s.nodePortsNowhere(), s.synced && s.podCIDRsMissing() // Until then, the source may wait for them.
 	switch {
 	case s.nodeKnown:
@@ -128,18 +140,15 @@ func (s *State) reportNode() {
 			f.Problem("spec.podCIDRs", podsNotTold+"; have the controller manager allot pod CIDRs (--allocate-node-cidrs), or set detectLocalMode "+
 				"otherwise", "there are none, and detectLocalMode is NodeCIDR")
 		}
-	case s.unread() && (s.nodeUnread || s.nodePorts > 0 && s.nodePortsEverywhere()):
-		effect, do := "zone hints are ignored until then", "correct the manifests that can't be read"
-		if s.nodeUnread {
-			do = "see whether the API server answers, and nodeproxy may get, list and watch nodes"
-		}
-		if s.nodePorts > 0 && s.nodePortsEverywhere() {
+	case s.unread() && (s.nodeUnread || open):
+		effect := "zone hints are ignored until then"
+		if open {
 			effect += "; node ports answer at all addresses of the node, and not only at those that nodePortAddresses allows"
 		}
 		if pods {
 			effect += "; detectLocalMode is NodeCIDR, and " + podsNotTold
 		}
-		f.Problem("", effect+"; "+do, "this Node has not been read")
+		f.Problem("", effect+"; "+s.haveNodeRead(), "this Node has not been read")
 	case s.nodeMissing, s.synced && (nodePorts || pods || len(s.otherNodes) > 0):
 		effect := "zone hints are ignored"
 		if nodePorts {

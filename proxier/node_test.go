@@ -229,3 +229,36 @@ func TestNodePortsWhileNodeIsUnread(t *testing.T) {
 		t.Error("node ports do not answer at the address that is given, or at another one")
 	}
 }
+
+// TestDescribeUnreadNode: a Service is described with what to do where the Node has not been read, as long as that is so.
+func TestDescribeUnreadNode(t *testing.T) {
+	t.Parallel()
+	for name, tc := range map[string]struct {
+		has  source.Batch
+		want string
+	}{
+		"API server": {source.Batch{NodeUnread: true, Synced: true}, "see whether the API server answers, and nodeproxy may get, list and watch nodes"},
+		"manifests":  {source.Batch{Extent: source.Partial, Synced: true}, "correct the manifests that can't be read"},
+		"no Node":    {source.Batch{NodeMissing: true, Synced: true}, ""},
+	} {
+		s := NewState("me", plan.Settings{}, plan.Families[:], nil)
+		s.Apply(batch("a", 80, false))
+		s.Apply(tc.has)
+		s.Update()
+		for _, later := range []source.Batch{{}, {Nodes: map[string]*v1.Node{"me": {ObjectMeta: metav1.ObjectMeta{Name: "me"}}}}} {
+			s.Apply(later)
+			want := tc.want
+			if later.Nodes != nil {
+				want = ""
+			}
+			for id := range s.services {
+				if d, is := s.Describe(id); !is || d.NodeUnread != want {
+					t.Errorf("%s: %q, want %q", name, d.NodeUnread, want)
+				}
+			}
+			if len(s.services) == 0 {
+				t.Error("there is no Service")
+			}
+		}
+	}
+}
