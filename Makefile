@@ -10,6 +10,11 @@ export GIT_CONFIG_COUNT := 1
 export GIT_CONFIG_KEY_0 := safe.directory
 export GIT_CONFIG_VALUE_0 := $(CURDIR)
 
+# The program, its tests and what checks them are compiled with the same flags, so that no package is compiled twice. Without the name of this
+# directory in what is compiled, that of another clone counts as well; without cgo, gcc has no part in it.
+export GOFLAGS     := $(filter-out -trimpath,$(shell go env GOFLAGS)) -trimpath
+export CGO_ENABLED := 0
+
 # A root's PATH may lack them: that of "su" without "-" is its caller's.
 export PATH := $(PATH):/usr/local/sbin:/usr/sbin:/sbin
 
@@ -20,7 +25,7 @@ export PATH := $(PATH):/usr/local/sbin:/usr/sbin:/sbin
 all: build
 
 build:
-	CGO_ENABLED=0 go build -trimpath -ldflags '-s -w -X main.version=$(VERSION)' -o $(BINARY) ./cmd/nodeproxy
+	go build -ldflags '-s -w -X main.version=$(VERSION)' -o $(BINARY) ./cmd/nodeproxy
 
 deps:
 	@hack/install-deps
@@ -102,8 +107,8 @@ integration: deps kernel guest
 TESTS     = go list -f '{{.ImportPath}} {{.TestImports}} {{.XTestImports}}' ./... | grep -v '^nodeproxy/e2e'
 IN_KERNEL = -e e2e/kernel/inkernel -e ^nodeproxy/internal/nstest
 race: deps
-	NODEPROXY_UNIT=1 go test -race -short -count=1 -timeout 60m $$($(TESTS) | grep $(IN_KERNEL) | cut -d' ' -f1)
-	go test -race -short -count=1 -timeout 60m $$($(TESTS) | grep -v $(IN_KERNEL) | cut -d' ' -f1)
+	CGO_ENABLED=1 NODEPROXY_UNIT=1 go test -race -short -count=1 -timeout 60m $$($(TESTS) | grep $(IN_KERNEL) | cut -d' ' -f1)
+	CGO_ENABLED=1 go test -race -short -count=1 -timeout 60m $$($(TESTS) | grep -v $(IN_KERNEL) | cut -d' ' -f1)
 
 # Real packets through the real binary, in network namespaces.
 e2e: deps build kubelet kernel guest deploytools neighbours
@@ -164,7 +169,7 @@ E2E = NODEPROXY_BIN=$(CURDIR)/$(BINARY) NODEPROXY_KERNEL_TIMEOUT=3600
 
 # Not by "make demo", which would build what others are running.
 1-demo: build
-	@hack/phase demo sh -c 'CGO_ENABLED=0 go build -o bin/demo ./e2e/demo && NODEPROXY_BIN=$(CURDIR)/$(BINARY) bin/demo'
+	@hack/phase demo sh -c 'go build -o bin/demo ./e2e/demo && NODEPROXY_BIN=$(CURDIR)/$(BINARY) bin/demo'
 
 # The phases of "make test-all", one after the other: some take both processors for minutes.
 TIER_2 = 2-lint 2-packages 2-race 2-e2e 2-cluster-nftables 2-cluster-ipvs 2-prove 2-hostile 2-release 2-demo

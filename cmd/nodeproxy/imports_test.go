@@ -83,7 +83,8 @@ func importsOf(t *testing.T, tests bool) map[string][]string {
 		of = `{{join .TestImports " "}} {{join .XTestImports " "}}`
 	}
 	out := map[string][]string{}
-	for line := range strings.Lines(nstest.Exec(t, "go", "list", "-f", "{{.ImportPath}} "+of, "nodeproxy/...")) {
+	// For a pattern of import paths, the go command would look into all modules, and download what is missing of them.
+	for line := range strings.Lines(nstest.Exec(t, "go", "list", "-f", "{{.ImportPath}} "+of, "../../...")) {
 		words := strings.Fields(line)
 		out[words[0]] = words[1:]
 	}

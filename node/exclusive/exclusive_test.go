@@ -63,7 +63,7 @@ var others = map[string]func() error{
 		l, err := net.Listen("tcp", "0.0.0.0:10256")
 		fmt.Println("ready")
 		if err == nil {
-			select {}
+			return sleep()
 		}
 		return errors.Join(err, l.Close())
 	},
@@ -73,7 +73,7 @@ var others = map[string]func() error{
 			return errors.New(other.String())
 		}
 		fmt.Println("ready")
-		select {}
+		return sleep()
 	},
 	"a name that nobody answers at": func() error {
 		fd, err := syscall.Socket(syscall.AF_UNIX, syscall.SOCK_STREAM, 0)
@@ -82,7 +82,7 @@ var others = map[string]func() error{
 		}
 		fmt.Println("ready")
 		if err == nil {
-			select {}
+			return sleep()
 		}
 		return err
 	},
@@ -91,7 +91,14 @@ var others = map[string]func() error{
 		fmt.Println(g.Other())
 		return g.Close()
 	},
-	"nobody of note": func() error { fmt.Println("ready"); select {} },
+	"nobody of note": func() error { fmt.Println("ready"); return sleep() },
+}
+
+// sleep blocks for ever. An empty select is a deadlock where no thread of the program does anything else.
+func sleep() error {
+	for {
+		_ = syscall.Pause()
+	}
 }
 
 func TestMain(m *testing.M) {
