@@ -365,6 +365,7 @@ func (d *daemon) run(claim *claim, front *front) error {
 		d.cancel()
 		return &startError{errors.Join(err, <-d.ended)}
 	}
+	d.read.PassTo(d.proxier) // Before anybody is told how it goes: what waits to be programmed has to count.
 	front.serve(d)
 	d.goBeside(ctx)
 	if d.machine.real() {
@@ -373,7 +374,6 @@ func (d *daemon) run(claim *claim, front *front) error {
 	if d.location != nil {
 		d.followLocation(ctx)
 	}
-	d.read.PassTo(d.proxier)
 	d.proxier.Run(ctx)
 	d.running.Wait()
 	if err := d.backend.close(); err != nil {

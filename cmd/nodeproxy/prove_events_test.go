@@ -113,6 +113,7 @@ var (
 			w.restart(r, args...)
 			return strings.Join(args, " ")
 		}},
+		{"reload", 2, (*world).reload},
 		{"change-all-slices", 2, func(w *world, r *rand.Rand) string {
 			for i := range services {
 				for k := range slicesOf {
@@ -132,26 +133,6 @@ var (
 		}},
 	}
 )
-
-// restart ends the nodeproxy, and starts one with other flags.
-func (w *world) restart(r *rand.Rand, args ...string) {
-	if r.IntN(2) == 0 {
-		w.kill(true)
-	} else {
-		w.stop()
-	}
-	w.configure(args...)
-	w.start()
-}
-
-// switchMode starts a nodeproxy in the other one of two modes.
-func (w *world) switchMode(r *rand.Rand, a, b string) string {
-	if w.cfg.Mode == a {
-		a = b
-	}
-	w.restart(r, "--proxy-mode="+a)
-	return a
-}
 
 // drawFlags draws flags that change the rules that nodeproxy writes in a mode.
 func drawFlags(mode string, r *rand.Rand) (args []string) {

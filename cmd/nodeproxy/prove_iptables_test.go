@@ -8,6 +8,7 @@ import (
 	"strings"
 	"time"
 
+	"nodeproxy/config"
 	"nodeproxy/iptables"
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
@@ -38,9 +39,9 @@ func newTables(w *world) xtablesRules {
 	return x
 }
 
-func (x *xtablesRules) start() (ruleWriter, machine) {
+func (x *xtablesRules) start() (ruleWriter, func(*config.Config) machine) {
 	p := x.Start()
-	return p, machine{kernel: tablesFor(p)}
+	return p, func(*config.Config) machine { return machine{kernel: tablesFor(p)} }
 }
 
 // tablesFor are what mode iptables works with in a process.

@@ -12,6 +12,7 @@ import (
 	"strings"
 	"time"
 
+	"nodeproxy/config"
 	"nodeproxy/internal/set"
 	"nodeproxy/ipvs"
 	"nodeproxy/ipvs/ipvstest"
@@ -72,13 +73,15 @@ func (v *ipvsRules) setting(name, value string) {
 	}
 }
 
-func (v *ipvsRules) start() (ruleWriter, machine) {
+func (v *ipvsRules) start() (ruleWriter, func(*config.Config) machine) {
 	p := v.Start()
-	n := v.node(p)
-	if v.world.cfg.Mode == "iptables" {
-		return p, machine{kernel: tablesFor(p.Process), left: map[string]any{"ipvs": n}}
+	return p, func(cfg *config.Config) machine {
+		n := v.node(p)
+		if cfg.Mode == iptablesMode.name {
+			return machine{kernel: tablesFor(p.Process), left: map[string]any{ipvsMode.name: n}}
+		}
+		return machine{kernel: n}
 	}
-	return p, machine{kernel: n}
 }
 
 // node is what mode ipvs works with in a process.
@@ -305,7 +308,7 @@ var toIPVS = []happening{
 		w.disturb(plan.IPv4)
 		return name
 	}},
-	{"switch-mode", 2, func(w *world, r *rand.Rand) string { return w.switchMode(r, ipvsMode.name, iptablesMode.name) }},
+	{"switch-mode", 2, func(w *world, r *rand.Rand) string { return w.switchMode(r) }},
 }
 
 // changeAddress takes something away from the interface with the addresses of Services, or adds an address.

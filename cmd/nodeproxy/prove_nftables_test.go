@@ -10,6 +10,7 @@ import (
 
 	"github.com/google/nftables/expr"
 
+	"nodeproxy/config"
 	"nodeproxy/kernel/conntrack"
 	"nodeproxy/kernel/drift"
 	"nodeproxy/kernel/names"
@@ -74,13 +75,15 @@ func (p bothProcess) Kill(all bool) {
 
 func (p bothProcess) Written() int { return p.nftProcess.Written() + p.xtables.Written() }
 
-func (n *nftRules) start() (ruleWriter, machine) {
+func (n *nftRules) start() (ruleWriter, func(*config.Config) machine) {
 	p := bothProcess{nftProcess{n.Start()}, n.xtables.Start()}
-	sockets, tables := &nftables.Sockets{Open: p.Open, Subscribe: p.Subscribe}, tablesFor(p.xtables)
-	if n.inIPTables() {
-		return p, machine{kernel: tables, left: map[string]any{nftablesMode.name: sockets}}
+	return p, func(cfg *config.Config) machine {
+		sockets, tables := &nftables.Sockets{Open: p.Open, Subscribe: p.Subscribe}, tablesFor(p.xtables)
+		if cfg.Mode == iptablesMode.name {
+			return machine{kernel: tables, left: map[string]any{nftablesMode.name: sockets}}
+		}
+		return machine{kernel: sockets, left: map[string]any{iptablesMode.name: tables}}
 	}
-	return p, machine{kernel: sockets, left: map[string]any{iptablesMode.name: tables}}
 }
 
 // inIPTables reports whether nodeproxy is in mode iptables.
@@ -242,7 +245,7 @@ var toNFT = []happening{
 		b.DeleteTable()
 		return ""
 	})},
-	{"switch-mode", 2, func(w *world, r *rand.Rand) string { return w.switchMode(r, nftablesMode.name, iptablesMode.name) }},
+	{"switch-mode", 2, func(w *world, r *rand.Rand) string { return w.switchMode(r) }},
 	{"others-write-own", 2, func(w *world, r *rand.Rand) string {
 		f := plan.Families[r.IntN(2)]
 		b := nft.NewBatch(f, fmt.Sprint("others-", r.IntN(3)))

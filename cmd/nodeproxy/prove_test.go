@@ -36,12 +36,16 @@ type schedule struct {
 
 // provenMode is a mode that schedules have.
 type provenMode struct {
+	modes []string // that nodeproxy may be in, the first one at first
 	rules func(*world) nodeRules
 	own   []happening
 }
 
-var provenModes = map[string]provenMode{"iptables": {newXtablesRules, toXtables}, "ipvs": {newIPVSRules, slices.Concat(toIPVS, toXtables)},
-	"nftables": {newNFTRules, toNFT}}
+var provenModes = map[string]provenMode{
+	"iptables": {[]string{"iptables"}, newXtablesRules, toXtables},
+	"ipvs":     {[]string{"ipvs", "iptables"}, newIPVSRules, slices.Concat(toIPVS, toXtables)},
+	"nftables": {[]string{"nftables", "iptables"}, newNFTRules, toNFT},
+}
 
 // happeningsIn are all happenings in a mode.
 func happeningsIn(mode string) []happening {

@@ -6,26 +6,19 @@ import (
 	"fmt"
 	"hash"
 	"hash/fnv"
-	"log/slog"
 	"math/rand/v2"
 	"net/netip"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
 
-	v1 "k8s.io/api/core/v1"
-	discovery "k8s.io/api/discovery/v1"
-	"k8s.io/apimachinery/pkg/types"
 
 	"nodeproxy/config"
-	"nodeproxy/kernel/host"
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
-	"nodeproxy/proxier"
 	"nodeproxy/source"
 	"nodeproxy/source/apiserver"
 	"nodeproxy/source/apiserver/apiservertest"
@@ -51,35 +44,35 @@ type world struct {
 	cluster *apiservertest.Cluster
 	rules   nodeRules
 	flows   worldFlows
-	cfg     *config.Config
-	// configure sets flags of the next nodeproxy, in addition to those that every one has.
-	configure func(args ...string)
-	began     time.Time
-	silent    bool            // The API server may be back in time, or have sent an answer that does not end.
-	lost      map[string]bool // the names of objects of which a watch has lost something
-	pace      time.Duration
+	// modes are those that nodeproxy may be in. cfg is the configuration in force, and file that which the configuration file has come to
+	// hold; nil if there is nothing new.
+	modes     []string
+	cfg, file *config.Config
+	// configOf returns the configuration by some flags, in addition to those that every nodeproxy has.
+	configOf func(args ...string) *config.Config
+	began    time.Time
+	silent   bool            // The API server may be back in time, or have sent an answer that does not end.
+	lost     map[string]bool // the names of objects of which a watch has lost something
+	pace     time.Duration
 	// troubled says that reading or writing rules has failed or been slow.
 	troubled bool
 
-	daemon  *daemon
+	// life is that of the daemon whose configuration is in force, in a process that ends with ended's error.
+	*life
 	front   *front
 	process ruleWriter
-	ended   chan error // receives what the daemon ends with
+	cancel  func()
+	updates chan<- update // what the configuration file comes to hold
+	ended   chan error
 
-	// known are the objects that the daemon has got, and steady the packets that have had an endpoint by all of them since it was idle.
-	known *proxier.State
+	// steady are the packets that have had an endpoint by all that has been delivered since the daemon was idle.
+	steady map[probe]bool
 	// alike are the families whose tables are what the plan of these asks for, unless either has changed since.
 	alike  map[plan.Family]bool
 	last   time.Time // when the last batch was delivered
-	steady map[probe]bool
 	// heeded are the packets that the rules say something of since the node was idle, whatever endpoints there are: where nothing else
 	// than these has changed meanwhile, and nothing is wrong.
 	heeded map[probe]bool
-	// first are the objects that no API server lacked when the nodeproxy started, as of a version, and got what it has got. versions
-	// are those of what has come, by kind and name.
-	first, got   source.Batch
-	firstVersion int
-	versions     map[string]int
 	// disturbed are families whose tables may not be as the daemon has left them, since that time.
 	disturbed map[plan.Family]time.Time
 	// ever are the endpoints that Services have had, by frontend address and port, and foreign the tables as others have left them.
@@ -93,8 +86,8 @@ type world struct {
 // nodeRules are the rules of a node in one mode, which nodeproxy and others change.
 type nodeRules interface {
 	sync.Locker
-	// start starts a process, and returns what a daemon works with in it.
-	start() (ruleWriter, machine)
+	// start starts a process, and returns what the daemon of a configuration works with in it.
+	start() (ruleWriter, func(*config.Config) machine)
 	// differs says how the rules of a family differ from those of a plan; "" if they don't. They are locked. A sync or comparison may be
 	// under way, unless they are settled.
 	differs(f plan.Family, p *plan.Plan, settled bool) (why string)
@@ -137,22 +130,23 @@ var thisNode = packetsim.Node{Local: func(a netip.Addr) bool { return a == nodeA
 func newWorld(t *testing.T, seed uint64, mode, settings string) *world {
 	random := rand.New(rand.NewPCG(seed, 1))
 	w := &world{seed: seed, cluster: apiservertest.NewCluster(random, 1+random.IntN(3)), began: time.Now(), steady: map[probe]bool{},
-		heeded: map[probe]bool{}, lost: map[string]bool{}, alike: map[plan.Family]bool{},
+		modes: provenModes[mode].modes, heeded: map[probe]bool{}, lost: map[string]bool{}, alike: map[plan.Family]bool{},
 		disturbed: map[plan.Family]time.Time{}, ever: map[netip.AddrPort]map[netip.AddrPort]bool{}, foreign: map[plan.Family]string{}, trace: fnv.New64a()}
 	w.cluster.Travel = func(r apiservertest.Request) time.Duration {
 		return w.draw("travel "+r.Verb+r.Resource, 30*time.Millisecond)
 	}
 	w.cluster.Pace = func() time.Duration { return w.draw("pace", w.pace) }
-	w.configure = func(args ...string) {
+	w.configOf = func(args ...string) *config.Config {
 		flags := newRunFlags(t, append([]string{"--master=http://192.0.2.1:6443", "--proxy-mode=" + mode, "--hostname-override=n1",
 			"--cluster-cidr=10.244.0.0/16,fd44::/32", "--iptables-localhost-nodeports=false"}, args...)...)
-		var err error
-		if w.cfg, err = flags.Config(); err != nil {
+		cfg, err := flags.Config()
+		if err != nil {
 			t.Fatal(err)
 		}
-		w.cfg.Servers, w.cfg.Socket, w.cfg.Conntrack, w.cfg.SysctlDir = config.Servers{UI: "false"}, "", config.Conntrack{}, settings
+		cfg.Servers, cfg.Socket, cfg.Conntrack, cfg.SysctlDir = config.Servers{UI: "false"}, "", config.Conntrack{}, settings
+		return cfg
 	}
-	w.configure()
+	w.cfg = w.configOf()
 	w.flows.kernel.Flows = othersFlows()
 	w.rules = provenModes[mode].rules(w)
 	for _, f := range plan.Families {
@@ -179,60 +173,6 @@ func (w *world) fail(format string, args ...any) {
 	}
 }
 
-// start starts a nodeproxy.
-func (w *world) start() {
-	p, m := w.rules.start()
-	m.api, m.conntrack = w.cluster, w.flows.kernel.Dial
-	m.local = func(f plan.Family) (*host.Local, error) { return host.LocalOf(nodeAddress(f)), nil }
-	m.random = func(resource string, limit time.Duration) time.Duration { return w.draw("pause "+resource, limit) }
-	d, err := newDaemon(context.Background(), m, w.cfg, slog.New(slog.DiscardHandler))
-	if err != nil {
-		w.fail("it can't be made: %v", err)
-		return
-	}
-	w.rules.Lock()
-	w.flows.restarted = w.daemon != nil
-	w.daemon, w.front, w.process, w.ended, w.known = d, newFront(), p, make(chan error, 1), w.emptyState()
-	w.first, w.firstVersion = w.oldest()
-	w.got, w.versions = batchOf(&apiservertest.Cluster{}, 0), map[string]int{}
-	clear(w.heeded)
-	w.rules.Unlock()
-	d.objects = observed{d.objects, func(b source.Batch) { w.delivered(p, b) }}
-	event := d.event
-	d.event = func(reason, action, text string) {
-		if event(reason, action, text); reason == "VerificationRepaired" {
-			w.verified(text)
-		}
-	}
-	d.begin()
-	go func() {
-		time.Sleep(w.draw("claim", 200*time.Millisecond)) // in simulated time: objects come meanwhile
-		w.ended <- d.run(&claim{process: d.ctx, acquired: true}, w.front)
-	}()
-}
-
-func (w *world) emptyState() *proxier.State {
-	s := proxier.NewState("n1", w.cfg.Settings, plan.Families[:], nil)
-	s.Reserve([]netip.AddrPort{netip.MustParseAddrPort("192.0.2.1:6443")})
-	return s
-}
-
-// stop ends the nodeproxy as SIGTERM does.
-func (w *world) stop() {
-	w.daemon.cancel()
-	if err := <-w.ended; err != nil {
-		w.fail("it ended with %v", err)
-	}
-	w.process.Kill(true)
-}
-
-// kill ends it as kill -9 does.
-func (w *world) kill(all bool) {
-	w.process.Kill(all)
-	w.daemon.cancel()
-	w.note("dead, with an error: %t", <-w.ended != nil)
-}
-
 // observed is a source of which see gets each batch before the sink does.
 type observed struct {
 	source.Source
@@ -256,38 +196,7 @@ func (s seeing) Apply(b source.Batch) {
 // idle reports whether the nodeproxy says that the tables hold what has been delivered.
 func (w *world) idle() bool {
 	d := w.front.daemon.Load()
-	return d != nil && time.Now().After(w.last) && d.monitor.node.OldestChange() == 0 && d.monitor.node.Healthy()
-}
-
-// delivered takes over a batch that is about to be delivered.
-func (w *world) delivered(by ruleWriter, b source.Batch) {
-	w.rules.Lock()
-	defer w.rules.Unlock()
-	if by.Dead() {
-		return
-	}
-	w.look()
-	w.last = time.Now()
-	before := w.known.Synced()
-	w.known.Apply(b)
-	w.get(b)
-	if !w.known.Synced() {
-		return
-	}
-	p := w.plan()
-	verdicts := plan.NewEvaluator(p)
-	for q := range w.steady {
-		if verdicts.Verdict(q.packet()).Action != plan.Forward {
-			delete(w.steady, q)
-		}
-	}
-	if !before {
-		w.note("synced")
-		w.lacksNothing()
-	}
-	if len(b.Services)+len(b.Nodes) > 0 {
-		clear(w.heeded)
-	}
+	return d != nil && d == w.daemon && time.Now().After(w.last) && d.monitor.node.OldestChange() == 0 && d.monitor.node.Healthy()
 }
 
 // plan returns the plan of what has been delivered.
@@ -301,7 +210,7 @@ func (w *world) plan() *plan.Plan {
 
 // look holds what the nodeproxy says to what the tables hold, which are locked.
 func (w *world) look() {
-	if d := w.front.daemon.Load(); d != nil && !w.troubled && d.monitor.node.OldestChange() > repairTime {
+	if d := w.front.daemon.Load(); d != nil && d == w.daemon && !w.troubled && d.monitor.node.OldestChange() > repairTime {
 		w.fail("a change has waited for %v, and nothing is wrong", d.monitor.node.OldestChange())
 	}
 	if !w.idle() || !w.known.Synced() || len(w.daemon.refusals.list()) > 0 {
@@ -446,10 +355,16 @@ func (w *world) end() {
 	if len(w.lost) > 0 {
 		wait += inTimeLost
 	}
+	if w.file != nil { // It is tried again.
+		wait += lastReload
+	}
 	w.cluster.Unlock()
 	time.Sleep(wait) // in simulated time
 	synctest.Wait()
-	s := w.emptyState()
+	if w.file != nil && !w.file.SameEffect(w.cfg) {
+		w.fail("in the end: what the configuration file holds is not in force: %+v, which is %+v", w.file, w.cfg)
+	}
+	s := emptyState(w.cfg)
 	w.cluster.Lock()
 	all := batchOf(w.cluster, w.cluster.Version)
 	w.cluster.Unlock()
@@ -486,82 +401,4 @@ func (w *world) end() {
 		w.fail("another start writes %d times", n)
 	}
 	w.stop()
-}
-
-// batchOf returns all objects of a cluster as of a version. It is locked.
-func batchOf(c *apiservertest.Cluster, version int) source.Batch {
-	b := source.Batch{Synced: true, Services: map[types.NamespacedName]*v1.Service{}, Nodes: map[string]*v1.Node{},
-		EndpointSlices: map[types.NamespacedName]*discovery.EndpointSlice{}}
-	for name, o := range apiservertest.Objects(c.Log, "services", version) {
-		b.Services[name] = o.Object.(*v1.Service)
-	}
-	for name, o := range apiservertest.Objects(c.Log, "endpointslices", version) {
-		b.EndpointSlices[name] = o.Object.(*discovery.EndpointSlice)
-	}
-	for name, o := range apiservertest.Objects(c.Log, "nodes", version) {
-		b.Nodes[name.Name] = o.Object.(*v1.Node)
-	}
-	return b
-}
-
-// oldest returns the objects as of the version that all API servers have seen.
-func (w *world) oldest() (b source.Batch, version int) {
-	w.cluster.Lock()
-	defer w.cluster.Unlock()
-	version = w.cluster.Version
-	for _, s := range w.cluster.Servers {
-		version = min(version, s.Seen)
-	}
-	return batchOf(w.cluster, version), version
-}
-
-// get notes what is delivered. No object may be older than it was, but where the API is back in time.
-func (w *world) get(b source.Batch) {
-	w.cluster.Lock()
-	isBack := w.cluster.Lost != nil
-	w.cluster.Unlock()
-	newer := func(o apiservertest.Object) {
-		version, _ := strconv.Atoi(o.GetResourceVersion())
-		name := fmt.Sprintf("%T %s", o, o.GetName())
-		if version < w.versions[name] && !isBack {
-			w.fail("%s of version %d is delivered after %d", name, version, w.versions[name])
-		}
-		w.versions[name] = version
-	}
-	for name, o := range b.Services {
-		if w.got.Services[name] = o; o != nil {
-			newer(o)
-		}
-	}
-	for name, o := range b.EndpointSlices {
-		if w.got.EndpointSlices[name] = o; o != nil {
-			newer(o)
-		}
-	}
-}
-
-// lacksNothing looks whether all objects have been delivered that were there when the nodeproxy started, and have not been gone since. What an
-// API that is back in time has nobody knows.
-func (w *world) lacksNothing() {
-	w.cluster.Lock()
-	defer w.cluster.Unlock()
-	if w.cluster.Lost != nil {
-		return
-	}
-	for _, o := range w.cluster.Log {
-		if o.Version > w.firstVersion {
-			delete(w.first.Services, o.Name)
-			delete(w.first.EndpointSlices, o.Name)
-		}
-	}
-	for name := range w.first.Services {
-		if w.got.Services[name] == nil {
-			w.fail("it says that all has been delivered, without Service %s", name)
-		}
-	}
-	for name := range w.first.EndpointSlices {
-		if w.got.EndpointSlices[name] == nil {
-			w.fail("it says that all has been delivered, without EndpointSlice %s", name)
-		}
-	}
 }

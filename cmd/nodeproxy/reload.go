@@ -24,6 +24,17 @@ type reloads struct {
 	claim   *claim
 	front   *front
 	updates chan update
+	// newDaemon makes a daemon with a configuration.
+	newDaemon func(context.Context, *config.Config) (*daemon, error)
+
+	// wanted is what the file holds, unless that is wrong; nil before it changes. It is tried again after wait, as long as it is not in force.
+	wanted *config.Config
+	wait   time.Duration
+}
+
+// forThisMachine makes a daemon for the machine that this process runs on.
+func forThisMachine(ctx context.Context, cfg *config.Config) (*daemon, error) {
+	return newDaemon(ctx, machine{}, cfg, newLog(cfg))
 }
 
 // update is what the configuration file has come to hold: a configuration, or something that is wrong.
@@ -51,7 +62,7 @@ func (r *reloads) run(ctx context.Context, d *daemon) error {
 			former = d.cfg
 			d = next
 		case errors.As(err, &start) && former != nil:
-			back, failure := newDaemon(ctx, machine{}, former, newLog(former))
+			back, failure := r.newDaemon(ctx, former)
 			if failure != nil {
 				return errors.Join(err, failure)
 			}
@@ -69,13 +80,15 @@ func (r *reloads) run(ctx context.Context, d *daemon) error {
 // error of d.
 func (r *reloads) await(ctx context.Context, d *daemon, ended <-chan error) (*daemon, error) {
 	var try trial
-	var wanted *config.Config
 	var again, late <-chan time.Time
-	wait := firstReload
 	begin := func() {
-		if try, again = r.try(ctx, wanted), nil; try.daemon != nil {
+		if try, again = r.try(ctx, r.wanted), nil; try.daemon != nil {
 			late = time.After(reportReload)
 		}
+	}
+	retry := func() { again, r.wait = time.After(r.wait), min(2*r.wait, lastReload) }
+	if r.wanted != nil && !r.wanted.SameEffect(d.cfg) { // Its trial went well, and yet it could not start.
+		retry()
 	}
 	abandon := func() {
 		r.abandon(try)
@@ -88,13 +101,13 @@ func (r *reloads) await(ctx context.Context, d *daemon, ended <-chan error) (*da
 			return nil, err
 		case u := <-r.updates:
 			abandon()
+			r.wanted, r.wait = u.cfg, firstReload
 			switch {
 			case u.err != nil:
 				d.notInForce(fmt.Errorf("the configuration file is wrong: %w", u.err))
 			case u.cfg.SameEffect(d.cfg):
 				d.inForce(u.cfg.Findings)
 			default:
-				wanted, wait = u.cfg, firstReload
 				begin()
 			}
 		case err := <-try.done:
@@ -102,8 +115,11 @@ func (r *reloads) await(ctx context.Context, d *daemon, ended <-chan error) (*da
 				return try.daemon, nil
 			}
 			abandon()
+			if ctx.Err() != nil { // Everything ends.
+				return nil, <-ended
+			}
 			d.notInForce(fmt.Errorf("the configuration file has changed, but what it says now can't run: %w", err))
-			again, wait = time.After(wait), min(2*wait, lastReload)
+			retry()
 		case <-late:
 			d.notInForce(fmt.Errorf("the configuration file has changed, but not all objects have come yet from %s", try.daemon.from))
 		case <-again:
@@ -124,7 +140,7 @@ func (r *reloads) try(ctx context.Context, cfg *config.Config) trial {
 	t := trial{done: make(chan error, 1)}
 	err := r.front.prepare(cfg)
 	if err == nil {
-		t.daemon, err = newDaemon(ctx, machine{}, cfg, newLog(cfg))
+		t.daemon, err = r.newDaemon(ctx, cfg)
 	}
 	if err != nil {
 		t.done <- err

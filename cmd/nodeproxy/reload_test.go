@@ -94,7 +94,7 @@ func TestKubeconfigNotThere(t *testing.T) {
 }
 
 // TestFallBack: where the daemon of a new configuration fails although its trial went well, the former configuration is put in force
-// again, and that is told.
+// again, that is told, and the new one is tried again.
 func TestFallBack(t *testing.T) {
 	t.Parallel()
 	nstest.Enter(t)
@@ -120,7 +120,8 @@ func TestFallBack(t *testing.T) {
 			return strings.Contains(note, "what it says now can't run") && strings.Contains(note, "version")
 		})
 	})
-	eventually(t, "the former configuration is in force", func() bool { return ready() && rejected(t) && before.Lists("services") > lists })
+	eventually(t, "the former configuration reads objects", func() bool { return before.Lists("services") > lists })
+	eventually(t, "the new configuration is in force", func() bool { return ready() && !rejected(t) && after.Lists("services") > 1 })
 	if !p.runs() {
 		t.Error("the process has ended")
 	}

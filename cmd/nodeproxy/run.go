@@ -54,14 +54,13 @@ func runCommand() *cobra.Command {
 // stay in force in between.
 func runWatched(ctx context.Context, flags *config.Flags, cfg *config.Config) error {
 	ctx, cancel := context.WithCancel(ctx)
-	r := &reloads{claim: &claim{process: ctx}, front: newFront(), updates: make(chan update)}
+	r := &reloads{claim: &claim{process: ctx}, front: newFront(), updates: make(chan update), newDaemon: forThisMachine}
 	defer r.claim.close()
 	defer r.front.close()
 	defer cancel()
-	log := newLog(cfg)
-	slog.SetDefault(log) // What outlives a configuration logs by it.
+	slog.SetDefault(newLog(cfg)) // What outlives a configuration logs by it.
 	requests.Listen()
-	d, err := newDaemon(ctx, machine{}, cfg, log)
+	d, err := r.newDaemon(ctx, cfg)
 	if err != nil {
 		return err
 	}

@@ -27,7 +27,7 @@ func TestNothingIsReadForAModeThatCannotWork(t *testing.T) {
 	defer server.Close()
 	cfg := &config.Config{Mode: "ipvs", API: config.APIServer{Master: server.URL}}
 	cfg.IPVS.Scheduler = "none-such"
-	r := &reloads{front: newFront()}
+	r := &reloads{front: newFront(), newDaemon: forThisMachine}
 	try := r.try(t.Context(), cfg)
 	defer r.abandon(try)
 	if err := <-try.done; err == nil || !strings.Contains(err.Error(), "mode ipvs can't work here") {
