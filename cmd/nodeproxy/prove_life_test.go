@@ -42,7 +42,9 @@ func (w *world) start() {
 	p, machineOf := w.rules.start()
 	ctx, cancel := context.WithCancel(context.Background())
 	updates := make(chan update)
-	newLife := func(ctx context.Context, cfg *config.Config) (*life, error) { return w.newLife(ctx, p, machineOf(cfg), cfg) }
+	newLife := func(ctx context.Context, cfg *config.Config) (*life, error) {
+		return w.newLife(ctx, p, machineOf(cfg), cfg)
+	}
 	r := &reloads{claim: &claim{process: ctx, acquired: true}, front: newFront(), updates: updates}
 	r.newDaemon = func(ctx context.Context, cfg *config.Config) (*daemon, error) {
 		l, err := newLife(ctx, cfg)

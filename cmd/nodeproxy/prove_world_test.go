@@ -15,7 +15,6 @@ import (
 	"testing/synctest"
 	"time"
 
-
 	"nodeproxy/config"
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
@@ -68,8 +67,8 @@ type world struct {
 	// steady are the packets that have had an endpoint by all that has been delivered since the daemon was idle.
 	steady map[probe]bool
 	// alike are the families whose tables are what the plan of these asks for, unless either has changed since.
-	alike  map[plan.Family]bool
-	last   time.Time // when the last batch was delivered
+	alike map[plan.Family]bool
+	last  time.Time // when the last batch was delivered
 	// heeded are the packets that the rules say something of since the node was idle, whatever endpoints there are: where nothing else
 	// than these has changed meanwhile, and nothing is wrong.
 	heeded map[probe]bool
