@@ -3,6 +3,7 @@ package iptables
 import (
 	"cmp"
 	"slices"
+	"strings"
 
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
@@ -69,6 +70,7 @@ func (f *fullSync) dispatch() error {
 	if done, err := f.dispatchAtOnce(todo); done || err != nil {
 		return err
 	}
+	passing := f.takePassing()
 	first, last := f.split(f.rewrites)
 	f.rewrites = nil
 	refused := len(f.refused)
@@ -78,6 +80,19 @@ func (f *fullSync) dispatch() error {
 	if len(f.refused) > refused { // What leads to those is not to be, or is to be as it was.
 		todo = f.fixedTodo()
 	}
+	if len(passing) > 0 {
+		err := f.dispatchInSteps(todo, changesOf(passing)...)
+		if err == nil || !xtables.IsRefused(err) {
+			return cmp.Or(err, f.writeAll(last))
+		}
+		// By themselves it turns out which are refused.
+		now, later := f.split(passing)
+		last = append(last, later...)
+		if err := f.writeAll(now); err != nil {
+			return err
+		}
+		todo = f.fixedTodo()
+	}
 	if err := f.dispatchOrRefuse(todo); err != nil {
 		return err
 	}
@@ -85,6 +100,60 @@ func (f *fullSync) dispatch() error {
 		return slices.ContainsFunc(f.refused, func(r *refusal) bool { return r.sp == o.sp })
 	})
 	return f.writeAll(last)
+}
+
+// takePassing takes out of the rewrites those of ServicePorts that give a frontend up to another one, or take it over: its packets get to
+// the chains of the former until the dispatchers are written, and to those of the latter from then on, so these chains change together
+// with the dispatchers. Where they are too many for that, it takes none.
+func (f *fullSync) takePassing() []own {
+	if len(f.rewrites) == 0 {
+		return nil
+	}
+	passing := map[string]bool{} // by what stands for a ServicePort in the names of its chains
+	for _, id := range []dispatcherID{natServices, natNodePorts} {
+		for _, held := range readEntries(id, f.actual) {
+			sp, wanted := f.rules.tries[id].at(held.key).(*plan.ServicePort)
+			if !wanted {
+				continue
+			}
+			if was, is := ownerIn(held.target()), ownerOf(sp); was != "" && was != is {
+				passing[was], passing[is] = true, true
+			}
+		}
+	}
+	var taken, others []own
+	for _, o := range f.rewrites {
+		if passing[ownerOf(o.sp)] {
+			taken = append(taken, o)
+		} else {
+			others = append(others, o)
+		}
+	}
+	var load xtables.Load
+	if load.Add(changesOf(taken)...); f.Full(load) {
+		return nil
+	}
+	f.rewrites = others
+	return taken
+}
+
+// ownerIn returns what stands for a ServicePort in the name of one of its chains that dispatchers lead to; "" if it is none of those.
+func ownerIn(chain string) string {
+	for _, prefix := range []string{names.PrefixCluster, names.PrefixLocal, names.PrefixExternal, names.PrefixFirewall} {
+		if owner, is := strings.CutPrefix(chain, prefix); is {
+			return owner
+		}
+	}
+	return ""
+}
+
+func ownerOf(sp *plan.ServicePort) string { return ownerIn(serviceChain(names.PrefixCluster, sp.Key)) }
+
+func changesOf(list []own) (out []xtables.Change) {
+	for _, o := range list {
+		out = append(out, o.changes...)
+	}
+	return out
 }
 
 // dispatchOrRefuse writes what leads to the ServicePorts' chains, without those ServicePorts whose entries the kernel refuses.
@@ -147,11 +216,7 @@ func (f *fullSync) stillMasquerading(sp *plan.ServicePort, c xtables.Change) xta
 
 // dispatchAtOnce reports whether it has written all, which it has not where that is too much, or the kernel refuses something.
 func (f *fullSync) dispatchAtOnce(todo []xtables.Change) (bool, error) {
-	var step []xtables.Change
-	for _, o := range f.rewrites {
-		step = append(step, o.changes...)
-	}
-	step = append(step, todo...)
+	step := append(changesOf(f.rewrites), todo...)
 	var load xtables.Load
 	for _, c := range step {
 		if load.Add(c); f.Full(load) {
@@ -175,21 +240,42 @@ func (f *fullSync) fixedTodo() []xtables.Change {
 	return todo
 }
 
-// dispatchInSteps writes the chains that are not a ServicePort's own, those that others lead to first.
-func (f *fullSync) dispatchInSteps(todo []xtables.Change) error {
+// dispatchInSteps writes the chains that are not a ServicePort's own, those that others lead to first, and those of table nat that change
+// together with the dispatchers' own.
+func (f *fullSync) dispatchInSteps(todo []xtables.Change, together ...xtables.Change) error {
 	// The roots come after the trees below them: until they are written, the trees that were there before are whole. What the
 	// common chains lose only then, such as a rule that masquerades for all Services, the former trees relied on.
 	slices.SortStableFunc(todo, func(a, b xtables.Change) int { return writeOrder(a) - writeOrder(b) })
 	if f.MaxNames == 0 || !f.nestsTooDeep(todo) {
-		return f.writeInSteps(todo)
+		if len(together) == 0 {
+			return f.writeInSteps(todo)
+		}
+		root := func(c xtables.Change) bool { return writeOrder(c) >= dispatcherOfNAT }
+		behind := func(c xtables.Change) bool { return writeOrder(c) > dispatcherOfNAT }
+		first, last := indexOf(todo, root), indexOf(todo, behind)
+		if err := f.writeInSteps(todo[:first]); err != nil {
+			return err
+		}
+		if err := f.write(slices.Concat(together, todo[first:last])); err != nil {
+			return err
+		}
+		return f.writeInSteps(todo[last:])
 	}
 	// What is new is reached by nothing yet; all that is to be otherwise changes at once.
 	slices.SortStableFunc(todo, func(a, b xtables.Change) int { return boolCompare(a.Exists, b.Exists) })
-	first := slices.IndexFunc(todo, func(c xtables.Change) bool { return c.Exists })
+	first := indexOf(todo, func(c xtables.Change) bool { return c.Exists })
 	if err := f.writeInSteps(todo[:first]); err != nil {
 		return err
 	}
-	return f.write(inOrder(todo[first:], names.NAT, names.Filter))
+	return f.write(inOrder(slices.Concat(together, todo[first:]), names.NAT, names.Filter))
+}
+
+// indexOf returns the index of the first change of a kind, or how many there are.
+func indexOf(todo []xtables.Change, is func(xtables.Change) bool) int {
+	if i := slices.IndexFunc(todo, is); i >= 0 {
+		return i
+	}
+	return len(todo)
 }
 
 // writeInSteps writes chains in order, not too many at a time.
@@ -215,6 +301,9 @@ func (f *fullSync) writeInSteps(todo []xtables.Change) error {
 
 // fixedName reports whether a chain is there whatever the Services: one that does not belong to a tree.
 func fixedName(name string) bool { return !names.OfService(name) || name == names.ExternalNodePorts }
+
+// dispatcherOfNAT is the writeOrder of the dispatchers' own chains in table nat.
+const dispatcherOfNAT = 1
 
 // writeOrder says when dispatchInSteps writes a chain: those of trees first, then the dispatchers' own, then the common chains. Table filter
 // comes after table nat, so that a ServicePort that had no endpoints is refused until its nat rules exist.
