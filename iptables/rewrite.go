@@ -70,7 +70,7 @@ func (f *fullSync) dispatch() error {
 	if done, err := f.dispatchAtOnce(todo); done || err != nil {
 		return err
 	}
-	passing := f.takePassing()
+	passing := f.takePassing(todo)
 	first, last := f.split(f.rewrites)
 	f.rewrites = nil
 	refused := len(f.refused)
@@ -82,13 +82,12 @@ func (f *fullSync) dispatch() error {
 	}
 	if len(passing) > 0 {
 		err := f.dispatchInSteps(todo, changesOf(passing)...)
-		if err == nil || !xtables.IsRefused(err) {
-			return cmp.Or(err, f.writeAll(last))
+		if xtables.IsRefused(err) { // By themselves it turns out which are.
+			now, later := f.split(passing)
+			last = append(last, later...)
+			err = f.writeAll(now)
 		}
-		// By themselves it turns out which are refused.
-		now, later := f.split(passing)
-		last = append(last, later...)
-		if err := f.writeAll(now); err != nil {
+		if err != nil {
 			return err
 		}
 		todo = f.fixedTodo()
@@ -104,8 +103,8 @@ func (f *fullSync) dispatch() error {
 
 // takePassing takes out of the rewrites those of ServicePorts that give a frontend up to another one, or take it over: its packets get to
 // the chains of the former until the dispatchers are written, and to those of the latter from then on, so these chains change together
-// with the dispatchers. Where they are too many for that, it takes none.
-func (f *fullSync) takePassing() []own {
+// with those of todo. Where that is far too much for one run, it takes none.
+func (f *fullSync) takePassing(todo []xtables.Change) []own {
 	if len(f.rewrites) == 0 {
 		return nil
 	}
@@ -130,7 +129,13 @@ func (f *fullSync) takePassing() []own {
 		}
 	}
 	var load xtables.Load
-	if load.Add(changesOf(taken)...); f.Full(load) {
+	load.Add(changesOf(taken)...)
+	for _, c := range todo {
+		if c.Exists {
+			load.Add(c)
+		}
+	}
+	if most := (xtables.Writer{MaxNames: 10 * f.MaxNames}); most.Full(load) {
 		return nil
 	}
 	f.rewrites = others
@@ -240,42 +245,25 @@ func (f *fullSync) fixedTodo() []xtables.Change {
 	return todo
 }
 
-// dispatchInSteps writes the chains that are not a ServicePort's own, those that others lead to first, and those of table nat that change
-// together with the dispatchers' own.
+// dispatchInSteps writes the chains that are not a ServicePort's own, those that others lead to first, or, where there are changes to make
+// together with them, all at once but those that are new.
 func (f *fullSync) dispatchInSteps(todo []xtables.Change, together ...xtables.Change) error {
 	// The roots come after the trees below them: until they are written, the trees that were there before are whole. What the
 	// common chains lose only then, such as a rule that masquerades for all Services, the former trees relied on.
 	slices.SortStableFunc(todo, func(a, b xtables.Change) int { return writeOrder(a) - writeOrder(b) })
-	if f.MaxNames == 0 || !f.nestsTooDeep(todo) {
-		if len(together) == 0 {
-			return f.writeInSteps(todo)
-		}
-		root := func(c xtables.Change) bool { return writeOrder(c) >= dispatcherOfNAT }
-		behind := func(c xtables.Change) bool { return writeOrder(c) > dispatcherOfNAT }
-		first, last := indexOf(todo, root), indexOf(todo, behind)
-		if err := f.writeInSteps(todo[:first]); err != nil {
-			return err
-		}
-		if err := f.write(slices.Concat(together, todo[first:last])); err != nil {
-			return err
-		}
-		return f.writeInSteps(todo[last:])
+	if len(together) == 0 && (f.MaxNames == 0 || !f.nestsTooDeep(todo)) {
+		return f.writeInSteps(todo)
 	}
 	// What is new is reached by nothing yet; all that is to be otherwise changes at once.
 	slices.SortStableFunc(todo, func(a, b xtables.Change) int { return boolCompare(a.Exists, b.Exists) })
-	first := indexOf(todo, func(c xtables.Change) bool { return c.Exists })
+	first := slices.IndexFunc(todo, func(c xtables.Change) bool { return c.Exists })
+	if first < 0 {
+		first = len(todo)
+	}
 	if err := f.writeInSteps(todo[:first]); err != nil {
 		return err
 	}
 	return f.write(inOrder(slices.Concat(together, todo[first:]), names.NAT, names.Filter))
-}
-
-// indexOf returns the index of the first change of a kind, or how many there are.
-func indexOf(todo []xtables.Change, is func(xtables.Change) bool) int {
-	if i := slices.IndexFunc(todo, is); i >= 0 {
-		return i
-	}
-	return len(todo)
 }
 
 // writeInSteps writes chains in order, not too many at a time.
@@ -301,9 +289,6 @@ func (f *fullSync) writeInSteps(todo []xtables.Change) error {
 
 // fixedName reports whether a chain is there whatever the Services: one that does not belong to a tree.
 func fixedName(name string) bool { return !names.OfService(name) || name == names.ExternalNodePorts }
-
-// dispatcherOfNAT is the writeOrder of the dispatchers' own chains in table nat.
-const dispatcherOfNAT = 1
 
 // writeOrder says when dispatchInSteps writes a chain: those of trees first, then the dispatchers' own, then the common chains. Table filter
 // comes after table nat, so that a ServicePort that had no endpoints is refused until its nat rules exist.

@@ -128,6 +128,52 @@ func TestFrontendPasses(t *testing.T) {
 	}
 }
 
+// TestFrontendPassesInFullSync: an external IP, one of many, passes in a sync of everything that takes several runs from a ServicePort that loses
+// its last endpoint for it to one that gets its first. It leads to an endpoint all the while.
+func TestFrontendPassesInFullSync(t *testing.T) {
+	t.Parallel()
+	external := func(i int) plan.Frontend {
+		return plan.Frontend{Kind: plan.ExternalIP, Addr: netip.AddrFrom4([4]byte{203, 0, 113, byte(10 + i)}), Protocol: plan.TCP, Port: 80}
+	}
+	const services, passes = 40, 100
+	planOf := func(owner, firstEndpoint int) *plan.Plan {
+		p := plantest.Large(0, 0)
+		for i := range services {
+			sp := plantest.LargeService(i, 3*i+firstEndpoint, 3)
+			sp.Frontends = append(sp.Frontends, external(i))
+			switch {
+			case i == owner:
+				sp.Frontends = append(sp.Frontends, external(passes))
+			case i < 2:
+				sp.ExternalPolicy = plan.Local // without an endpoint here
+			}
+			p.Set(sp)
+		}
+		return p
+	}
+	e, k := fakeEngine(plan.IPv4)
+	e.MaxNames = 30
+	program(t, e, planOf(0, 0), plan.Everything())
+	states := 0
+	k.Changed = func() {
+		states++
+		rules, err := restore.Parse(plan.IPv4, saved(k))
+		require.NoError(t, err)
+		pkt := plan.Packet{Src: netip.MustParseAddr("198.51.100.7"), InInterface: "eth0", Dst: external(passes).Addr, Protocol: plan.TCP, DstPort: 80}
+		outcomes, err := rules.Trace(pkt, packetsim.Node{Local: func(netip.Addr) bool { return false }})
+		require.NoError(t, err)
+		for _, o := range outcomes {
+			if !o.DNAT {
+				t.Errorf("after %d changes: %s gets to %s", states, pkt, o)
+			}
+		}
+	}
+	program(t, e, planOf(1, 1), plan.Everything())
+	if states < 3 {
+		t.Errorf("all was written in %d steps", states)
+	}
+}
+
 // TestTakesOverAndLosesEndpoints: a ServicePort without endpoints that takes over an address from one of which traffic is refused in part is
 // always sent on or refused, by its cluster IP, whether that is its own or the one that it takes over.
 func TestTakesOverAndLosesEndpoints(t *testing.T) {

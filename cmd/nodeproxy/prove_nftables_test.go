@@ -233,7 +233,7 @@ var toNFT = []happening{
 	})},
 	{"others-add-element", 2, onElements(func(b *nft.Batch, s nft.Set, list []nft.Element, r *rand.Rand) string {
 		el := list[r.IntN(len(list))]
-		if key := []byte(el.Key); r.IntN(4) == 0 {
+		if key := []byte(el.Key); r.IntN(4) == 0 || len(key) == 0 {
 			el.Key = ""
 		} else if key[0] ^= byte(1 + r.IntN(255)); s.Name != names.NFTServices { // Else it is a Service at which nobody looks.
 			el.Key = string(key)

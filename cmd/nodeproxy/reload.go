@@ -27,7 +27,7 @@ type reloads struct {
 	// newDaemon makes a daemon with a configuration.
 	newDaemon func(context.Context, *config.Config) (*daemon, error)
 
-	// wanted is what the file holds, unless that is wrong; nil before it changes. It is tried again after wait, as long as it is not in force.
+	// wanted is what the file holds; nil while that is wrong, and before it changes. It is tried again after wait, as long as it is not in force.
 	wanted *config.Config
 	wait   time.Duration
 }
@@ -111,13 +111,14 @@ func (r *reloads) await(ctx context.Context, d *daemon, ended <-chan error) (*da
 				begin()
 			}
 		case err := <-try.done:
+			if ctx.Err() != nil { // Everything ends.
+				abandon()
+				return nil, <-ended
+			}
 			if err == nil {
 				return try.daemon, nil
 			}
 			abandon()
-			if ctx.Err() != nil { // Everything ends.
-				return nil, <-ended
-			}
 			d.notInForce(fmt.Errorf("the configuration file has changed, but what it says now can't run: %w", err))
 			retry()
 		case <-late:
