@@ -240,13 +240,16 @@ func (r *rules) common() []xtables.Chain {
 //
 // Where a ServicePort loses its last endpoint, the filter rule that refuses its traffic comes before the nat rules go,
 // and where it gets its first one, it goes after they came: there is no moment at which traffic is neither sent on nor
-// refused, and left to travel to wherever the route for an address leads that no host has. A frontend that passes from a ServicePort of
-// the latter to another one does so in one step, after the filter rules of the one that takes it over.
+// refused, and left to travel to wherever the route for an address leads that no host has. Where it loses the last one for some
+// frontends, and gets the first one for others, the filter rules that come do so first, and those that go at last. A frontend that passes
+// from a ServicePort of those to another one does so in one step, after the filter rules of the one that takes it over.
 func (r *rules) update(p *plan.Plan, changed plan.Keys) [][]xtables.Change {
 	var refusing, gaining, others []*transition
 	given := map[key]bool{}
 	first := func(t *transition) {
-		gaining = append(gaining, t)
+		if gaining = append(gaining, t); t.getsFilter {
+			refusing = append(refusing, &transition{new: t.new}) // Nothing goes yet.
+		}
 		for _, e := range t.old.entries {
 			if places[e.dispatcher].table == names.NAT {
 				given[e.key] = true
@@ -255,7 +258,7 @@ func (r *rules) update(p *plan.Plan, changed plan.Keys) [][]xtables.Change {
 	}
 	for _, k := range changed.Sorted(r.family) {
 		t := r.transition(r.services.Get(k), p.Services[k])
-		if t.losesFilter && !t.getsFilter {
+		if t.losesFilter {
 			first(t)
 		} else {
 			others = append(others, t)
@@ -273,9 +276,7 @@ func (r *rules) update(p *plan.Plan, changed plan.Keys) [][]xtables.Change {
 		others = slices.DeleteFunc(others, func(t *transition) bool {
 			for _, e := range t.new.entries {
 				if given[e.key] {
-					if first(t); t.getsFilter {
-						refusing = append(refusing, t)
-					}
+					first(t)
 					more = true
 					return true
 				}
