@@ -152,7 +152,7 @@ func ownerIn(chain string) string {
 	return ""
 }
 
-func ownerOf(sp *plan.ServicePort) string { return ownerIn(serviceChain(names.PrefixCluster, sp.Key)) }
+func ownerOf(sp *plan.ServicePort) string { return serviceChain("", sp.Key) }
 
 func changesOf(list []own) (out []xtables.Change) {
 	for _, o := range list {

@@ -308,7 +308,7 @@ var toIPVS = []happening{
 		w.disturb(plan.IPv4)
 		return name
 	}},
-	{"switch-mode", 2, func(w *world, r *rand.Rand) string { return w.switchMode(r) }},
+	{"switch-mode", 2, (*world).switchMode},
 }
 
 // changeAddress takes something away from the interface with the addresses of Services, or adds an address.

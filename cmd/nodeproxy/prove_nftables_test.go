@@ -245,7 +245,7 @@ var toNFT = []happening{
 		b.DeleteTable()
 		return ""
 	})},
-	{"switch-mode", 2, func(w *world, r *rand.Rand) string { return w.switchMode(r) }},
+	{"switch-mode", 2, (*world).switchMode},
 	{"others-write-own", 2, func(w *world, r *rand.Rand) string {
 		f := plan.Families[r.IntN(2)]
 		b := nft.NewBatch(f, fmt.Sprint("others-", r.IntN(3)))
