@@ -154,6 +154,27 @@ func TestKernelShowsWhatWasWritten(t *testing.T) {
 	})
 }
 
+// TestMangleOfOtherMode: the first sync removes what mode ipvs has left in table mangle where others have emptied the tables of this mode
+// meanwhile, and makes no table mangle.
+func TestMangleOfOtherMode(t *testing.T) {
+	t.Parallel()
+	inVariants(t, func(t *testing.T, v xtables.Variant) {
+		program(t, realEngine(t, v, plan.IPv4), &plan.Plan{}, plan.Everything())
+		e := realEngine(t, v, plan.IPv4)
+		exists, err := e.Kernel.Exists(names.Mangle)
+		require.NoError(t, err)
+		require.False(t, exists)
+		require.NoError(t, e.Kernel.Restore("*mangle\n:KUBE-IPVS-MARK - [0:0]\n:OTHERS - [0:0]\n-A INPUT -j KUBE-IPVS-MARK\n"+
+			"-A INPUT -j OTHERS\n-A KUBE-IPVS-MARK -j DROP\nCOMMIT\n"))
+		program(t, e, &plan.Plan{}, plan.Everything())
+		held, err := e.Kernel.Save(t.Context(), names.Mangle)
+		require.NoError(t, err)
+		require.NotContains(t, held, "KUBE-IPVS-MARK")
+		require.Contains(t, held, "OTHERS")
+		require.Equal(t, []string{"-j OTHERS"}, held["INPUT"])
+	})
+}
+
 // compareAgain compares everything once more, which is to find nothing and write nothing.
 func compareAgain(t rapid.TB, e *engine, p *plan.Plan) {
 	noted := &notedRestores{Kernel: e.Kernel}

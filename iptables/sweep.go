@@ -10,14 +10,17 @@ func ofOtherMode(t names.Table, name string) bool {
 	return names.IsOurs(t, name) && !names.InMode(names.ModeIPTables, t, name)
 }
 
-// leaveOtherModes removes the rules that lead to chains of another mode, and then those chains that are in no table of this one.
-// Where there are some in table mangle, there are in the others too, which are read anyway.
+// leaveOtherModes removes the rules that lead to chains of another mode, and then those chains that are in no table of this one. The first
+// sync looks for them in any case: programs that empty tables nat and filter may have left those in table mangle alone.
 func (f *fullSync) leaveOtherModes() error {
-	if !f.otherModeHeld() {
+	if f.current != nil && !f.otherModeHeld() {
 		return nil
 	}
-	var err error
-	if f.actual[names.Mangle], err = f.Kernel.Save(f.ctx, names.Mangle); err != nil {
+	exists, err := f.Kernel.Exists(names.Mangle)
+	if err == nil && exists {
+		f.actual[names.Mangle], err = f.Kernel.Save(f.ctx, names.Mangle)
+	}
+	if err != nil {
 		return err
 	}
 	for _, t := range names.Tables {

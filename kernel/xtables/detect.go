@@ -92,11 +92,11 @@ func presentTables(v Variant, f plan.Family) ([]names.Table, error) {
 	return slices.DeleteFunc(slices.Clone(names.Tables), func(t names.Table) bool { return !slices.Contains(present, string(t)) }), err
 }
 
-// LegacyTables returns the names of the tables that the legacy variant has, in the network namespace of the process.
+// LegacyTables returns the names of the tables that the legacy variant has, in the network namespace of the calling thread.
 func LegacyTables(f plan.Family) []string {
-	name := "/proc/net/ip_tables_names"
+	name := "/proc/thread-self/net/ip_tables_names"
 	if f == plan.IPv6 {
-		name = "/proc/net/ip6_tables_names"
+		name = "/proc/thread-self/net/ip6_tables_names"
 	}
 	raw, _ := os.ReadFile(name) // Where it can't be read, there are none.
 	return strings.Fields(string(raw))

@@ -12,6 +12,12 @@ import (
 	"nodeproxy/plan"
 )
 
+// Exists is as in Kernel.
+func (t *Program) Exists(tbl names.Table) (bool, error) {
+	present, err := presentTables(t.Variant, t.Family)
+	return slices.Contains(present, tbl), err
+}
+
 // Present reads the tables of a family that exist, and makes none. What can't be read is an error.
 func (t *Program) Present(ctx context.Context) (map[names.Table]Content, error) {
 	present, err := presentTables(t.Variant, t.Family)

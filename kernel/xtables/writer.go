@@ -12,6 +12,8 @@ import (
 type Kernel interface {
 	// Save reads a table. Chains that are as in known share their rules with it.
 	Save(ctx context.Context, t names.Table, known ...Content) (Content, error)
+	// Exists reports whether the kernel has a table. A program of the legacy variant makes one that it is asked for.
+	Exists(t names.Table) (bool, error)
 	// Read begins to read a table that may be written meanwhile.
 	Read(ctx context.Context, t names.Table) (*Reading, error)
 	// Restore makes the changes of an input of iptables-restore --noflush.

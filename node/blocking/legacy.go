@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
-	"os"
 	"os/exec"
 	"slices"
 	"strconv"
@@ -45,11 +44,7 @@ func readLegacy(ctx context.Context, s *sets, variant string) (*legacyRules, err
 	var failed error
 	for _, f := range plan.Families {
 		name := nft.FamilyName(f)
-		present, err := os.ReadFile("/proc/thread-self/net/" + name + "_tables_names")
-		if err != nil { // The kernel has no such tables.
-			continue
-		}
-		for _, table := range strings.Fields(string(present)) {
+		for _, table := range xtables.LegacyTables(f) {
 			// Tables that are not there would be made by this.
 			cmd := exec.CommandContext(ctx, name+"tables-legacy-save", "-t", table)
 			text, err := cmd.Output()

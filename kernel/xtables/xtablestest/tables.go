@@ -260,6 +260,9 @@ func (p *Program) Read(ctx context.Context, t names.Table) (*xtables.Reading, er
 	return r, nil
 }
 
+// Exists is as that of xtables.Kernel: all tables exist.
+func (*Program) Exists(names.Table) (bool, error) { return true, nil }
+
 // Prepare is as that of xtables.Kernel. There is nothing to prepare.
 func (*Program) Prepare() {}
 
