@@ -229,6 +229,19 @@ func (e *engine) forgetChanged(s *touched, r *reading) {
 	}
 }
 
+// note adds the addresses and the entries of sets that change; queue adds virtual servers.
+func (t *touched) note(a addressChanges, m memberChanges) {
+	for _, list := range [][]netip.Addr{a.bind, a.unbind, a.unlist, a.routes, a.unrouted, a.removeRoutes} {
+		t.vips.Insert(list...)
+	}
+	for _, p := range slices.Concat(a.ports, a.removePorts) {
+		t.vips.Insert(p.Addr)
+	}
+	for _, list := range [][]memberKey{m.addBefore, m.addAfter, m.removeBefore, m.removeAfter} {
+		t.members.Insert(list...)
+	}
+}
+
 // suspectAddress replaces an entry of the set that follows the addresses of the device by the address.
 func (t *touched) suspectAddress(m memberKey) {
 	if m.set == setVIPs {

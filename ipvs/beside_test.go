@@ -261,6 +261,29 @@ func TestCompareDuringChanges(t *testing.T) {
 	})
 }
 
+// TestCompareWhatStays: what others have changed of a Service is found, also where a sync looks at all of it during the comparison and leaves
+// that part as it was.
+func TestCompareWhatStays(t *testing.T) {
+	t.Parallel()
+	p := plantest.Large(20, 3)
+	e, k := fakeEngine(plan.IPv4, Options{})
+	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
+	sp := p.Sorted(plan.IPv4)[7]
+	k.Addresses.Delete(sp.Frontends[0].Addr)
+	changed := *plantest.LargeService(7, 5, 3)
+	changed.Key, changed.Frontends = sp.Key, sp.Frontends
+	p.Set(&changed)
+	var once sync.Once
+	beside(e, k, func() {
+		once.Do(func() { require.NoError(t, e.Sync(t.Context(), p, plan.Only(plan.Keys{sp.Key: {}}))) })
+	})
+	found, again, err := e.CompareBeside(t.Context())
+	require.NoError(t, err)
+	require.False(t, again)
+	require.Len(t, found, 1, found.Words(5))
+	require.True(t, k.Addresses.Has(sp.Frontends[0].Addr))
+}
+
 // meddling removes something at random, and returns how many things.
 func meddling(t *rapid.T, k *ipvstest.Kernel) int {
 	draw := func(n int) int { return rapid.IntRange(0, n-1).Draw(t, "which") }

@@ -481,11 +481,11 @@ func (e *engine) leaveUnknown(t *touched, p *plan.Plan) {
 // other changes.
 func (e *engine) apply(t *touched, steps ruleSteps) error {
 	e.version++
-	for r := range e.readings {
-		r.changed.merge(t)
-	}
 	a := e.addresses(t)
 	m := e.members(t, a.bind, a.unlist)
+	for r := range e.readings { // What is touched and stays as it is may differ by others' doing.
+		r.changed.note(a, m)
+	}
 	ids := slices.SortedFunc(maps.Keys(t.servers), e.order)
 	var errs []error
 	do := func(err error) {

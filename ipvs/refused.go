@@ -7,6 +7,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"nodeproxy/internal/set"
 	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
@@ -26,12 +27,14 @@ type refusedMember struct {
 type results struct {
 	taken   int
 	refused map[ipvs.ServerID]error
+	// gone are virtual servers that others have removed, once they have been found to be; they are made again, unless others remove them again.
+	gone set.Set[ipvs.ServerID]
 }
 
-// handleResults handles the results of changes of virtual servers. What has failed is undone in actual. A refusal is noted in tried; every
-// other error is returned.
+// handleResults handles the results of changes of virtual servers. What has failed is undone in actual. A refusal is noted in tried, and a
+// virtual server that others have removed is made again; every other error is returned.
 func (e *engine) handleResults(c changes, errs []error) error {
-	refused := map[ipvs.ServerID]error{}
+	refused, gone := map[ipvs.ServerID]error{}, set.Set[ipvs.ServerID]{}
 	others := false
 	e.tried.taken += len(c.ops) - len(errs)
 	for i, err := range errs {
@@ -42,6 +45,8 @@ func (e *engine) handleResults(c changes, errs []error) error {
 		case refused[id] != nil && errors.Is(err, unix.ESRCH): // A consequence of the refusal.
 		case c.undo[i] != nil && refusal(err):
 			refused[id] = err
+		case e.tried.gone == nil && errors.Is(err, unix.ESRCH):
+			gone.Insert(id)
 		default:
 			others = true
 		}
@@ -58,7 +63,16 @@ func (e *engine) handleResults(c changes, errs []error) error {
 		e.tried.refused = refused
 	}
 	maps.Copy(e.tried.refused, refused)
-	return nil
+	if len(gone) == 0 {
+		return nil
+	}
+	e.tried.gone = gone
+	for _, id := range slices.SortedFunc(maps.Keys(gone), e.order) {
+		e.log.Warn("another program has removed a virtual server; it is made again", "virtual-server", id.String())
+		e.actual.servers.Delete(id)
+		e.ensureServer(id)
+	}
+	return e.makeChanges()
 }
 
 // judge records the refused virtual servers of all changes that were tried, unless these are so many that the fault is not theirs.

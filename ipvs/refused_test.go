@@ -3,6 +3,7 @@ package ipvs
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"testing"
@@ -76,6 +77,23 @@ func TestNoneAdded(t *testing.T) {
 	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
 	if now := inUse(); len(now) != len(changed.All()) || slices.ContainsFunc(now, func(a netip.AddrPort) bool { return slices.Contains(was, a) }) {
 		t.Errorf("later, %v are in use, and were %v", now, was)
+	}
+}
+
+// TestServersGone: virtual servers that others have removed are made again, with all of their real servers, by the sync that changes them.
+func TestServersGone(t *testing.T) {
+	p := plantest.Large(20, 3)
+	e, k := fakeEngine(plan.IPv4, Options{})
+	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
+	for i, endpoints := range []int{5, 1} { // Real servers are added, and only removed.
+		sp := p.Sorted(plan.IPv4)[7+i]
+		maps.DeleteFunc(k.Virtual, func(id ipvs.ServerID, _ *ipvs.ActualServer) bool { return id.Addr == sp.Frontends[0].Addr })
+		changed := *plantest.LargeService(7+i, endpoints, 3)
+		changed.Key, changed.Frontends = sp.Key, sp.Frontends
+		p.Set(&changed)
+		require.NoError(t, e.Sync(t.Context(), p, plan.Only(plan.Keys{sp.Key: {}})))
+		require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
+		require.Empty(t, e.Found)
 	}
 }
 

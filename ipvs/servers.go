@@ -168,6 +168,7 @@ func (e *engine) makeChanges() error {
 		}
 		e.Wrote(kind, 1)
 	}
+	e.changes = changes{} // for what others have removed
 	err := e.handleResults(c, e.machine.servers.Apply(c.ops))
 	clear(c.undo)
 	e.changes = changes{c.ops[:0], c.undo[:0]}
