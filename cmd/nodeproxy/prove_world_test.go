@@ -243,6 +243,9 @@ func (w *world) look() {
 		}
 		delete(w.disturbed, f)
 		w.holdsFlows(f)
+		if len(w.modes) > 1 && strings.Contains(w.foreign[f], stolen) {
+			continue // They may refuse what another mode sends on.
+		}
 		for q := range w.probes(f) {
 			action := verdicts.Verdict(q.packet()).Action
 			if action == plan.Forward {
