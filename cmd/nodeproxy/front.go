@@ -23,6 +23,7 @@ import (
 // lasts as long as the process, so that nobody finds a port closed, or a node unhealthy, because one daemon takes the place of
 // another. In between, the answers are those of the former one.
 type front struct {
+	mu       sync.Mutex        // A daemon may begin to answer while a further configuration is tried.
 	servers  [2]*health.Server // of health and of metrics
 	services *health.Services
 	history  inspect.History
@@ -57,9 +58,11 @@ func servings(cfg *config.Config, mode string, set *metrics.Set, node *health.No
 // prepare opens the addresses that a configuration asks for, and that are not open yet. An error names one that can't be opened
 // though it must; nothing has changed then.
 func (f *front) prepare(cfg *config.Config) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
 	for i, addr := range []netip.AddrPort{cfg.Servers.Healthz, cfg.Servers.Metrics} {
 		if err := f.servers[i].Prepare(addr); err != nil && cfg.Servers.HardFail {
-			f.discard()
+			f.discardLocked()
 			return fmt.Errorf("--bind-address-hard-fail: %w", err)
 		}
 	}
@@ -68,6 +71,12 @@ func (f *front) prepare(cfg *config.Config) error {
 
 // discard closes what prepare has opened.
 func (f *front) discard() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.discardLocked()
+}
+
+func (f *front) discardLocked() {
 	for _, s := range f.servers {
 		s.Discard()
 	}
@@ -75,6 +84,8 @@ func (f *front) discard() {
 
 // serve lets a daemon answer.
 func (f *front) serve(d *daemon) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
 	before := f.daemon.Load()
 	if before != nil {
 		d.monitor.node.Continue(before.monitor.node)
@@ -107,6 +118,8 @@ func (f *front) restAfter(h http.Handler) http.Handler {
 
 // close ends all answers.
 func (f *front) close() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
 	if f.cancel != nil {
 		f.cancel()
 	}
