@@ -9,12 +9,12 @@ import (
 	"nodeproxy/node/memory"
 )
 
-// heapGrowth is by how many percent the heap grows, once all objects have been read, before garbage is collected, unless the environment
-// variable GOGC says otherwise. Go's own 100 is for programs that make much garbage, as reading objects does, while there is little else.
-// Behind that it takes hundreds of changes to make as much as there is of objects, so that more frequent collections cost next to nothing,
-// and a quarter of the memory is left to others. After the start, most collections begin at half of that (memory.CollectBetween): the
-// other half is room for what 100 changes at once, or a comparison, leave behind.
-const heapGrowth = 40
+// startGrowth is by how many percent the heap grows, once all objects have been read, before garbage is collected, and restGrowth once they are
+// programmed, unless the environment variable GOGC says otherwise. Go's own 100 is for programs that make much garbage, as reading objects does,
+// while there is little else. Behind that it takes hundreds of changes to make as much as there is of objects, so that more frequent collections
+// cost next to nothing, and a quarter of the memory is left to others. After the start, most collections begin at half of that
+// (memory.CollectBetween): the other half is room for what 100 changes at once, a comparison or a verification leave behind.
+const startGrowth, restGrowth = 40, 25
 
 // limitMemory has garbage collected more often where this process comes near the limit of its container, unless the environment variable
 // GOMEMLIMIT says when. A quarter of the limit is left to what is not on the heap: the pages of the program, and what the kernel keeps for
@@ -29,18 +29,29 @@ func limitMemory() {
 // saveMemory gives back what has been taken to initialize the program, to read objects and, when all of them are programmed, to start.
 func (d *daemon) saveMemory(ctx context.Context) {
 	releaseProgram(d.log)
-	for _, over := range []<-chan struct{}{d.read.Synced(), d.monitor.complete} {
+	for _, part := range []struct {
+		over   <-chan struct{}
+		growth int
+	}{{d.read.Synced(), startGrowth}, {d.monitor.complete, restGrowth}} {
 		select {
 		case <-ctx.Done():
 			return
-		case <-over:
+		case <-part.over:
 		}
 		if growthUnset() {
-			debug.SetGCPercent(heapGrowth)
+			debug.SetGCPercent(part.growth)
 		}
 		releaseProgram(d.log)
 	}
 	debug.FreeOSMemory()
+}
+
+// saveMemoryAgain gives back what a verification has taken. The next one is minutes away, and half an hour where there are many objects.
+func (d *daemon) saveMemoryAgain() {
+	if d.machine.real() {
+		releaseProgram(d.log)
+		debug.FreeOSMemory()
+	}
 }
 
 // growthUnset reports whether it is left to this program when garbage is collected.

@@ -21,7 +21,7 @@ func TestSaveMemory(t *testing.T) {
 		want       int
 	}{
 		{"not all objects have been read", "", false, before},
-		{"all have, and are programmed", "", true, heapGrowth},
+		{"all have, and are programmed", "", true, restGrowth},
 		{"GOGC is given", "99", true, before},
 	} {
 		t.Run(test.name, func(t *testing.T) {
