@@ -207,6 +207,8 @@ type engine struct {
 	kept *kept
 	backend.Comparison
 	counts ruleCounts
+	// mangleFailed is how often table mangle could not be read, one sync after the other.
+	mangleFailed int
 }
 
 // Family implements backend.Engine.

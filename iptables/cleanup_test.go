@@ -216,3 +216,27 @@ func TestCleanupOfRealTables(t *testing.T) {
 		}
 	}
 }
+
+// unreadable is a kernel of which table mangle can't be read.
+type unreadable struct{ xtables.Kernel }
+
+func (u unreadable) Read(ctx context.Context, t names.Table) (*xtables.Reading, error) {
+	if t == names.Mangle {
+		return nil, errors.New("a match that is not installed")
+	}
+	return u.Kernel.Read(ctx, t)
+}
+
+// TestMangleUnreadable: in the end, a node is in sync where table mangle can't be read, in which this mode has nothing.
+func TestMangleUnreadable(t *testing.T) {
+	t.Parallel()
+	e, k := fakeEngine(plan.IPv4)
+	e.Kernel = unreadable{k}
+	for range mangleTries {
+		require.ErrorContains(t, e.Sync(t.Context(), &plan.Plan{}, plan.Everything()), "a match that is not installed")
+	}
+	program(t, e, &plan.Plan{}, plan.Everything())
+	e.current = nil
+	k.Tables[names.NAT]["KUBE-LOAD-BALANCER"] = nil
+	require.Error(t, e.Sync(t.Context(), &plan.Plan{}, plan.Everything()), "there is something of another mode")
+}

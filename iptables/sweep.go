@@ -1,6 +1,8 @@
 package iptables
 
 import (
+	"slices"
+
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
 )
@@ -10,18 +12,25 @@ func ofOtherMode(t names.Table, name string) bool {
 	return names.IsOurs(t, name) && !names.InMode(names.ModeIPTables, t, name)
 }
 
-// leaveOtherModes removes the rules that lead to chains of another mode, and then those chains that are in no table of this one. The first
-// sync looks for them in any case: programs that empty tables nat and filter may have left those in table mangle alone.
+// mangleTries is how often a sync fails because table mangle can't be read, before it is left alone: for a dozen seconds.
+const mangleTries = 7
+
+// leaveOtherModes removes the rules that lead to chains of another mode, and then those of these chains that this mode lacks. As long as it is
+// not known what the kernel holds, it looks for some in table mangle in any case: others may have emptied tables nat and filter, and left
+// those. This mode itself has nothing there, so in the end it does without.
 func (f *fullSync) leaveOtherModes() error {
-	if f.current != nil && !f.otherModeHeld() {
+	held := f.otherModeHeld()
+	if f.current != nil && !held {
 		return nil
 	}
-	exists, err := f.Kernel.Exists(names.Mangle)
-	if err == nil && exists {
-		f.actual[names.Mangle], err = f.Kernel.Save(f.ctx, names.Mangle)
-	}
-	if err != nil {
+	switch err := f.readMangle(); {
+	case err == nil:
+		f.mangleFailed = 0
+	case held || f.mangleFailed < mangleTries:
+		f.mangleFailed++
 		return err
+	default:
+		f.log.Warn("table mangle can't be read: if another mode has left chains there, they stay", "family", f.family, "error", err)
 	}
 	for _, t := range names.Tables {
 		jumps := xtables.Diff(t, xtables.Desired{StaleJump: ofOtherMode}, f.actual[t])
@@ -30,6 +39,20 @@ func (f *fullSync) leaveOtherModes() error {
 		}
 	}
 	return f.prune(names.Mangle)
+}
+
+// readMangle reads table mangle, if it has chains of another mode.
+func (f *fullSync) readMangle() error {
+	exists, err := f.Kernel.Exists(names.Mangle)
+	if err != nil || !exists { // A program of the legacy variant would make it.
+		return err
+	}
+	r, err := f.Kernel.Read(f.ctx, names.Mangle)
+	if err != nil || !slices.ContainsFunc(r.Names, func(name string) bool { return ofOtherMode(names.Mangle, name) }) {
+		return err
+	}
+	f.actual[names.Mangle], err = f.Kernel.Save(f.ctx, names.Mangle)
+	return err
 }
 
 func (f *fullSync) otherModeHeld() bool {

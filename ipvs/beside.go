@@ -324,6 +324,9 @@ func (e *engine) recheck(t *touched, now *actual) (drift.Found, error) {
 		adopt(a, e.actual.ports.routes, was.ports.routes, is.ports.routes, now.ports.routes)
 	}
 	e.version++
+	for r := range e.readings { // What is only adopted has changed for another one.
+		r.changed.merge(t)
+	}
 	found := differences(e.family, was, is)
 	e.findReplaced(t)
 	if err := e.apply(t, ruleSteps{}); err != nil {

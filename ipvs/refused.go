@@ -27,12 +27,12 @@ type refusedMember struct {
 type results struct {
 	taken   int
 	refused map[ipvs.ServerID]error
-	// gone are virtual servers that others have removed, once they have been found to be; they are made again, unless others remove them again.
+	// gone are virtual servers that changes have found to be removed by others. They are made again, unless others remove them again.
 	gone set.Set[ipvs.ServerID]
 }
 
 // handleResults handles the results of changes of virtual servers. What has failed is undone in actual. A refusal is noted in tried, and a
-// virtual server that others have removed is made again; every other error is returned.
+// virtual server that is not there any more, as an addition or change says, is made again; every other error is returned.
 func (e *engine) handleResults(c changes, errs []error) error {
 	refused, gone := map[ipvs.ServerID]error{}, set.Set[ipvs.ServerID]{}
 	others := false
@@ -45,7 +45,7 @@ func (e *engine) handleResults(c changes, errs []error) error {
 		case refused[id] != nil && errors.Is(err, unix.ESRCH): // A consequence of the refusal.
 		case c.undo[i] != nil && refusal(err):
 			refused[id] = err
-		case e.tried.gone == nil && errors.Is(err, unix.ESRCH):
+		case !e.tried.gone.Has(id) && errors.Is(err, unix.ESRCH):
 			gone.Insert(id)
 		default:
 			others = true
@@ -63,12 +63,19 @@ func (e *engine) handleResults(c changes, errs []error) error {
 		e.tried.refused = refused
 	}
 	maps.Copy(e.tried.refused, refused)
+	return e.remake(gone)
+}
+
+// remake makes virtual servers again that others have removed, as far as they are desired.
+func (e *engine) remake(gone set.Set[ipvs.ServerID]) error {
 	if len(gone) == 0 {
 		return nil
 	}
-	e.tried.gone = gone
-	for _, id := range slices.SortedFunc(maps.Keys(gone), e.order) {
-		e.log.Warn("another program has removed a virtual server; it is made again", "virtual-server", id.String())
+	list := slices.SortedFunc(maps.Keys(gone), e.order)
+	e.log.Warn("other programs have removed virtual servers; those that are needed are made again", "family", e.family, "removed", len(list),
+		"such-as", list[0].String())
+	e.tried.gone = e.tried.gone.Union(gone)
+	for _, id := range list {
 		e.actual.servers.Delete(id)
 		e.ensureServer(id)
 	}

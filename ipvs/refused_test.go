@@ -3,7 +3,6 @@ package ipvs
 import (
 	"errors"
 	"fmt"
-	"maps"
 	"net/netip"
 	"slices"
 	"testing"
@@ -80,20 +79,39 @@ func TestNoneAdded(t *testing.T) {
 	}
 }
 
-// TestServersGone: virtual servers that others have removed are made again, with all of their real servers, by the sync that changes them.
+// TestServersGone: virtual servers that others have removed are made again, with all of their real servers, by the sync that changes them: where
+// real servers are added, or only removed, or another scheduler is asked for, and where there are more than are changed at a time.
 func TestServersGone(t *testing.T) {
-	p := plantest.Large(20, 3)
-	e, k := fakeEngine(plan.IPv4, Options{})
-	require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
-	for i, endpoints := range []int{5, 1} { // Real servers are added, and only removed.
-		sp := p.Sorted(plan.IPv4)[7+i]
-		maps.DeleteFunc(k.Virtual, func(id ipvs.ServerID, _ *ipvs.ActualServer) bool { return id.Addr == sp.Frontends[0].Addr })
-		changed := *plantest.LargeService(7+i, endpoints, 3)
-		changed.Key, changed.Frontends = sp.Key, sp.Frontends
-		p.Set(&changed)
-		require.NoError(t, e.Sync(t.Context(), p, plan.Only(plan.Keys{sp.Key: {}})))
-		require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
-		require.Empty(t, e.Found)
+	endpoints := func(n int) func(*plan.ServicePort, int) {
+		return func(sp *plan.ServicePort, i int) { sp.Cluster = plantest.LargeService(i, n, 3).Cluster }
+	}
+	for _, c := range []struct {
+		name     string
+		services int
+		change   func(*plan.ServicePort, int)
+	}{
+		{"real servers are added", 20, endpoints(5)},
+		{"real servers are removed", 20, endpoints(1)},
+		{"another scheduler", 20, func(sp *plan.ServicePort, _ int) { sp.Scheduler = plan.Scheduler{Name: "sh"} }},
+		{"many", 700, endpoints(4)},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			p := plantest.Large(c.services, 3)
+			e, k := fakeEngine(plan.IPv4, Options{})
+			k.Exact = false
+			require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
+			clear(k.Virtual)
+			keys := plan.Keys{}
+			for i, sp := range p.Sorted(plan.IPv4) {
+				changed := *sp
+				c.change(&changed, i)
+				p.Set(&changed)
+				keys.Add(sp.Key)
+			}
+			require.NoError(t, e.Sync(t.Context(), p, plan.Only(keys)))
+			require.NoError(t, e.Sync(t.Context(), p, plan.Everything()))
+			require.Empty(t, e.Found.Words(5))
+		})
 	}
 }
 

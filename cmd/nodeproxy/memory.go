@@ -12,8 +12,8 @@ import (
 // startGrowth is by how many percent the heap grows, once all objects have been read, before garbage is collected, and restGrowth once they are
 // programmed, unless the environment variable GOGC says otherwise. Go's own 100 is for programs that make much garbage, as reading objects does,
 // while there is little else. Behind that it takes hundreds of changes to make as much as there is of objects, so that more frequent collections
-// cost next to nothing, and a quarter of the memory is left to others. After the start, most collections begin at half of that
-// (memory.CollectBetween): the other half is room for what 100 changes at once, a comparison or a verification leave behind.
+// cost next to nothing, and a third of the memory is left to others. After the start, most collections begin at half of that
+// (memory.CollectBetween): the other half is room for what 100 changes at once, or a comparison, leave behind.
 const startGrowth, restGrowth = 40, 25
 
 // limitMemory has garbage collected more often where this process comes near the limit of its container, unless the environment variable
@@ -46,7 +46,8 @@ func (d *daemon) saveMemory(ctx context.Context) {
 	debug.FreeOSMemory()
 }
 
-// saveMemoryAgain gives back what a verification has taken. The next one is minutes away, and half an hour where there are many objects.
+// saveMemoryAgain gives back what a verification has taken: unless somebody asks for one, the next one is minutes away, and half an hour where there
+// are many objects.
 func (d *daemon) saveMemoryAgain() {
 	if d.machine.real() {
 		releaseProgram(d.log)

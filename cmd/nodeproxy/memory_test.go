@@ -1,47 +1,52 @@
 package main
 
 import (
-	"context"
 	"log/slog"
 	"net/netip"
 	"runtime/debug"
+	"runtime/metrics"
 	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
 
 	"nodeproxy/plan"
 	"nodeproxy/proxier"
 	"nodeproxy/source"
 )
 
-// TestSaveMemory: garbage is collected more often once all objects have been read, unless GOGC says how often.
+// TestSaveMemory: garbage is collected more often once all objects have been read, and again once they are programmed, unless GOGC says how often.
 func TestSaveMemory(t *testing.T) {
 	const before = 99
-	for _, test := range []struct {
-		name, gogc string
-		read       bool
-		want       int
-	}{
-		{"not all objects have been read", "", false, before},
-		{"all have, and are programmed", "", true, restGrowth},
-		{"GOGC is given", "99", true, before},
-	} {
-		t.Run(test.name, func(t *testing.T) {
-			t.Setenv("GOGC", test.gogc)
+	for _, gogc := range []string{"", "99"} {
+		t.Run("GOGC="+gogc, func(t *testing.T) {
+			t.Setenv("GOGC", gogc)
 			was := debug.SetGCPercent(before)
 			defer debug.SetGCPercent(was)
 			d := &daemon{log: slog.New(slog.DiscardHandler), monitor: &monitor{complete: make(chan struct{})},
 				read: proxier.NewObjects("n", netip.Addr{}, plan.Settings{}, plan.Families[:])}
-			ctx, cancel := context.WithCancel(t.Context())
-			if !test.read {
-				cancel()
-			} else {
-				defer cancel()
-				close(d.monitor.complete)
-				d.read.Apply(source.Batch{Synced: true})
+			ended := make(chan struct{})
+			go func() {
+				defer close(ended)
+				d.saveMemory(t.Context())
+			}()
+			want := []int{startGrowth, restGrowth}
+			if gogc != "" {
+				want = []int{before, before}
 			}
-			d.saveMemory(ctx)
-			if got := debug.SetGCPercent(before); got != test.want {
-				t.Errorf("the heap grows by %d %%, want %d", got, test.want)
-			}
+			require.Equal(t, before, growth())
+			d.read.Apply(source.Batch{Synced: true})
+			require.Eventually(t, func() bool { return growth() == want[0] }, time.Minute, time.Millisecond)
+			close(d.monitor.complete)
+			<-ended
+			require.Equal(t, want[1], growth())
 		})
 	}
+}
+
+// growth is by how many percent the heap grows until garbage is collected.
+func growth() int {
+	sample := []metrics.Sample{{Name: "/gc/gogc:percent"}}
+	metrics.Read(sample)
+	return int(sample[0].Value.Uint64())
 }

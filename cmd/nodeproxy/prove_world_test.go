@@ -243,12 +243,10 @@ func (w *world) look() {
 		}
 		delete(w.disturbed, f)
 		w.holdsFlows(f)
-		if len(w.modes) > 1 && strings.Contains(w.foreign[f], stolen) {
-			continue // They may refuse what another mode sends on.
-		}
+		kept := len(w.modes) > 1 && strings.Contains(w.foreign[f], stolen) // Others have rules that may refuse what another mode sends on.
 		for q := range w.probes(f) {
 			action := verdicts.Verdict(q.packet()).Action
-			if action == plan.Forward {
+			if action == plan.Forward && !kept {
 				w.steady[q] = true
 			}
 			if action != plan.Pass && !w.rules.leftover(f) { // Addresses of mode ipvs are the node's own, which answers.

@@ -77,8 +77,9 @@ func (w *witness) run(ctx context.Context) {
 			w.begin()
 			next = time.After(w.pause() + w.random(w.pause()/2))
 		case <-w.wanted:
-			w.verify()
-			w.over()
+			if w.verify(); ctx.Err() == nil {
+				w.over()
+			}
 		}
 	}
 }

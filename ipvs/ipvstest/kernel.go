@@ -156,8 +156,8 @@ func (k Servers) Apply(ops []ipvs.Op) []error {
 var doing = [...]string{ipvs.AddServer: "add server", ipvs.UpdateServer: "update server", ipvs.DeleteServer: "delete server",
 	ipvs.AddRealServer: "add real server", ipvs.UpdateRealServer: "update real server", ipvs.DeleteRealServer: "delete real server"}
 
-// Do carries out one change. Unless the Kernel is Exact, adding what exists changes it, changing what is gone adds it, and removing what is
-// gone is no error, as with ipvs.Servers.
+// Do carries out one change. Unless the Kernel is Exact, adding what exists changes it, changing a real server that is gone adds it, and removing
+// what is gone is no error, as with ipvs.Servers.
 func (k Servers) Do(op ipvs.Op) error {
 	id, d := op.Server.ID, op.RealServer
 	v := k.Virtual[id]
@@ -174,10 +174,10 @@ func (k Servers) Do(op ipvs.Op) error {
 	}
 	adds := op.Kind == ipvs.AddServer || op.Kind == ipvs.AddRealServer
 	switch {
+	case v == nil && op.Kind != ipvs.AddServer && op.Kind != ipvs.DeleteServer && op.Kind != ipvs.DeleteRealServer:
+		return fmt.Errorf("%s: there is no such virtual server: %w", op, unix.ESRCH)
 	case k.Exact && exists == adds:
 		return fmt.Errorf("%s %s: it exists: %t", doing[op.Kind], text, exists)
-	case v == nil && (op.Kind == ipvs.AddRealServer || op.Kind == ipvs.UpdateRealServer):
-		return fmt.Errorf("%s: there is no such virtual server: %w", op, unix.ESRCH)
 	}
 	switch op.Kind {
 	case ipvs.AddServer, ipvs.UpdateServer:

@@ -14,7 +14,8 @@ import (
 // OpKind says what an Op does.
 type OpKind uint8
 
-// The kinds of Op. Adding what exists updates it, updating what is gone adds it, and deleting what is gone is no error.
+// The kinds of Op. Adding what exists updates it, updating a real server that is gone adds it, and deleting what is gone is no error. To update a
+// virtual server that is gone is one (ESRCH), since its real servers are gone, too.
 const (
 	AddServer OpKind = iota
 	UpdateServer
@@ -50,7 +51,7 @@ var opCommands = [...]struct {
 	command, otherwise uint8
 }{
 	AddServer:        {"adding", commandNewService, commandSetService},
-	UpdateServer:     {"changing", commandSetService, commandNewService},
+	UpdateServer:     {"changing", commandSetService, 0},
 	DeleteServer:     {"deleting", commandDelService, 0},
 	AddRealServer:    {"adding", commandNewDest, commandSetDest},
 	UpdateRealServer: {"changing", commandSetDest, commandNewDest},
@@ -131,16 +132,12 @@ func superseded(ops []Op) []bool {
 // command will help.
 func (o Op) otherwise(err error) (command uint8, ok bool) {
 	switch otherwise := opCommands[o.Kind].otherwise; {
-	case err == nil:
+	case err == nil, o.Kind == UpdateServer:
 		return 0, false
 	case otherwise == 0:
 		return 0, missing(err)
-	case errors.Is(err, unix.EEXIST),
-		o.Kind == UpdateServer && errors.Is(err, unix.ESRCH),
-		o.Kind == UpdateRealServer && errors.Is(err, unix.ENOENT):
+	case errors.Is(err, unix.EEXIST), o.Kind == UpdateRealServer && errors.Is(err, unix.ENOENT):
 		return otherwise, true
-	case o.Kind > DeleteServer && errors.Is(err, unix.ESRCH): // an UpdateServer before it adds the server only now
-		return commandNewDest, true
 	}
 	return 0, false
 }

@@ -119,7 +119,10 @@ func TestServersRepeat(t *testing.T) {
 	if err := s.AddRealServer(v.ID, d); !errors.Is(err, unix.ESRCH) || !strings.Contains(err.Error(), "no such virtual server") {
 		t.Errorf("a real server without a virtual server: %v", err)
 	}
-	do("update what is not there", s.Update(v), s.UpdateRealServer(v.ID, d))
+	if err := s.Update(v); !errors.Is(err, unix.ESRCH) {
+		t.Errorf("update a virtual server that is not there: %v", err)
+	}
+	do("update a real server that is not there", s.Add(v), s.UpdateRealServer(v.ID, d))
 	check(t, s, v, d)
 	v.Scheduler, d.Weight = "wrr", 7
 	do("add what is there", s.Add(v), s.AddRealServer(v.ID, d))
@@ -153,11 +156,13 @@ func TestApply(t *testing.T) {
 	d := RealServer{at("10.1.0.1:80"), 1}
 	errs := s.Apply([]Op{
 		{Kind: AddServer, Server: lacking}, {AddRealServer, lacking, d},
-		{Kind: UpdateServer, Server: good}, {UpdateRealServer, good, d},
+		{Kind: UpdateServer, Server: none}, {UpdateRealServer, none, d},
+		{Kind: AddServer, Server: good}, {UpdateRealServer, good, d},
 		{AddRealServer, good, RealServer{at("10.1.0.2:80"), 1}},
 		{Kind: DeleteServer, Server: none}, {DeleteRealServer, none, d},
 	})
-	if len(errs) != 7 || errs[0] == nil || errs[1] == nil || errors.Join(errs[2:]...) != nil {
+	if len(errs) != 9 || errs[0] == nil || errs[1] == nil || !errors.Is(errs[2], unix.ESRCH) || !errors.Is(errs[3], unix.ESRCH) ||
+		errors.Join(errs[4:]...) != nil {
 		t.Fatalf("errors: %q", errs)
 	}
 	if !strings.Contains(errs[0].Error(), "lacks this scheduler") || !strings.Contains(errs[0].Error(), "ip_vs_xx") {
