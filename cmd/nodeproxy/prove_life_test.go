@@ -51,6 +51,7 @@ func (w *world) start() {
 		if err != nil {
 			return nil, err
 		}
+		w.mayFail(l.daemon)
 		return l.daemon, nil
 	}
 	l, err := newLife(ctx, w.cfg)
@@ -69,6 +70,19 @@ func (w *world) start() {
 		time.Sleep(w.draw("claim", 200*time.Millisecond)) // in simulated time: objects come meanwhile
 		w.ended <- r.run(ctx, l.daemon)
 	}()
+}
+
+// mayFail lets the start of a daemon fail where that is to happen next with its configuration.
+func (w *world) mayFail(d *daemon) {
+	w.rules.Lock()
+	defer w.rules.Unlock()
+	if w.failing == nil || d.cfg != w.failing {
+		return
+	}
+	w.failing = nil
+	mode := *d.mode
+	mode.open = func(modeConfig) (*openMode, error) { return nil, errors.New("what the mode needs is gone") }
+	d.mode = &mode
 }
 
 // newLife makes a daemon in a process.
@@ -137,6 +151,12 @@ func (w *world) reload(r *rand.Rand) string {
 		mode := w.modes[r.IntN(len(w.modes))]
 		args := append(drawFlags(mode, r), "--proxy-mode="+mode)
 		words, u = strings.Join(args, " "), update{cfg: w.configOf(args...)}
+		if r.IntN(4) == 0 {
+			words += ", whose start fails once"
+			w.rules.Lock()
+			w.failing = u.cfg
+			w.rules.Unlock()
+		}
 	}
 	select {
 	case w.updates <- u:

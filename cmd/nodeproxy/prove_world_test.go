@@ -47,6 +47,8 @@ type world struct {
 	// hold; nil if there is nothing new.
 	modes     []string
 	cfg, file *config.Config
+	// failing is a configuration whose next daemon fails to start; nil for none.
+	failing *config.Config
 	// configOf returns the configuration by some flags, in addition to those that every nodeproxy has.
 	configOf func(args ...string) *config.Config
 	began    time.Time
