@@ -362,6 +362,7 @@ func (c *comparison) repair() (found drift.Found, again bool, err error) {
 		c.current = nil
 		return found, true, err
 	}
+	c.ForgetStuck() // What others had changed may have led to them.
 	return found, false, nil
 }
 

@@ -46,8 +46,7 @@ func (d *daemon) saveMemory(ctx context.Context) {
 	debug.FreeOSMemory()
 }
 
-// saveMemoryAgain gives back what a verification has taken: unless somebody asks for one, the next one is minutes away, and half an hour where there
-// are many objects.
+// saveMemoryAgain gives back what is not needed any more of what changes have taken, or a verification.
 func (d *daemon) saveMemoryAgain() {
 	if d.machine.real() {
 		releaseProgram(d.log)

@@ -39,7 +39,7 @@ type witness struct {
 	metrics *metrics.Set
 	event   func(text string)
 	random  func(limit time.Duration) time.Duration
-	over    func() // is called after each verification
+	save    func() // gives memory back; it is called before each verification, whose need comes on top, and after it
 	log     *slog.Logger
 	ctx     context.Context // of the daemon
 
@@ -58,7 +58,7 @@ type outcome struct {
 // newWitness makes the witness of a daemon that has all other parts.
 func (d *daemon) newWitness() *witness {
 	w := &witness{objects: d.verifyObjects, proxier: d.proxier, drift: d.drift, metrics: d.metrics,
-		log: d.log, ctx: d.ctx, random: rand.N[time.Duration], last: &outcome{}, wanted: make(chan struct{}, 1), over: d.saveMemoryAgain,
+		log: d.log, ctx: d.ctx, random: rand.N[time.Duration], last: &outcome{}, wanted: make(chan struct{}, 1), save: d.saveMemoryAgain,
 		event: func(text string) { d.event("VerificationRepaired", "Verify", text) }}
 	if d.machine.random != nil {
 		w.random = func(limit time.Duration) time.Duration { return d.machine.random("verification", limit) }
@@ -77,8 +77,9 @@ func (w *witness) run(ctx context.Context) {
 			w.begin()
 			next = time.After(w.pause() + w.random(w.pause()/2))
 		case <-w.wanted:
+			w.save()
 			if w.verify(); ctx.Err() == nil {
-				w.over()
+				w.save()
 			}
 		}
 	}

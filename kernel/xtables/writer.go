@@ -177,6 +177,9 @@ func (w *Writer) Stays(c Change, err error) {
 	}
 }
 
+// ForgetStuck has chains that the kernel has refused to remove count as what is not as it should be, until it refuses again.
+func (w *Writer) ForgetStuck() { w.stuck = nil }
+
 // WithoutStuck leaves out the removal of empty chains that the kernel has refused to remove before.
 func (w *Writer) WithoutStuck(changes []Change) []Change {
 	return slices.DeleteFunc(changes, func(c Change) bool {
@@ -214,8 +217,12 @@ func (s *Search[T]) Run(things []T) error {
 	if !IsRefused(err) {
 		return err
 	}
+	worked := s.works
 	if s.works = s.works || s.Works(); !s.works {
 		return err
+	}
+	if !worked { // The kernel may have refused everything until just now.
+		return s.Run(things)
 	}
 	if len(things) == 1 {
 		s.Refused(things[0], err)
