@@ -14,6 +14,7 @@ import (
 	"path/filepath"
 	"slices"
 	"sync/atomic"
+	"time"
 
 	"nodeproxy/backend"
 	"nodeproxy/kernel/conntrack"
@@ -207,8 +208,8 @@ type engine struct {
 	kept *kept
 	backend.Comparison
 	counts ruleCounts
-	// mangleFailed is how often table mangle could not be read, one sync after the other.
-	mangleFailed int
+	// mangleFailed is since when table mangle, which this mode does not need, could not be read; zero if the last attempt did not fail.
+	mangleFailed time.Time
 }
 
 // Family implements backend.Engine.

@@ -362,7 +362,9 @@ func (c *comparison) repair() (found drift.Found, again bool, err error) {
 		c.current = nil
 		return found, true, err
 	}
-	c.ForgetStuck() // What others had changed may have led to them.
+	if len(writes) > 0 { // A rule that has just been repaired may have led to one.
+		c.ForgetStuck()
+	}
 	return found, false, nil
 }
 

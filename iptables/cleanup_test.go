@@ -10,6 +10,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
+	"time"
 	"unsafe"
 
 	"github.com/stretchr/testify/assert"
@@ -230,13 +232,25 @@ func (u unreadable) Read(ctx context.Context, t names.Table) (*xtables.Reading, 
 // TestMangleUnreadable: in the end, a node is in sync where table mangle can't be read, in which this mode has nothing.
 func TestMangleUnreadable(t *testing.T) {
 	t.Parallel()
-	e, k := fakeEngine(plan.IPv4)
-	e.Kernel = unreadable{k}
-	for range mangleTries {
-		require.ErrorContains(t, e.Sync(t.Context(), &plan.Plan{}, plan.Everything()), "a match that is not installed")
-	}
-	program(t, e, &plan.Plan{}, plan.Everything())
-	e.current = nil
-	k.Tables[names.NAT]["KUBE-LOAD-BALANCER"] = nil
-	require.Error(t, e.Sync(t.Context(), &plan.Plan{}, plan.Everything()), "there is something of another mode")
+	synctest.Test(t, func(t *testing.T) {
+		e, k := fakeEngine(plan.IPv4)
+		e.Kernel = unreadable{k}
+		fails := func() {
+			t.Helper()
+			require.ErrorContains(t, e.Sync(t.Context(), &plan.Plan{}, plan.Everything()), "a match that is not installed")
+		}
+		for range 2 {
+			e.current = nil
+			fails()
+			time.Sleep(mangleTime - 1) // in simulated time
+			fails()
+			time.Sleep(1) // in simulated time
+			program(t, e, &plan.Plan{}, plan.Everything())
+		}
+		e.current = nil
+		k.Tables[names.NAT]["KUBE-LOAD-BALANCER"] = nil // There is something of another mode.
+		fails()
+		time.Sleep(mangleTime) // in simulated time
+		fails()
+	})
 }

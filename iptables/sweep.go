@@ -2,6 +2,7 @@ package iptables
 
 import (
 	"slices"
+	"time"
 
 	"nodeproxy/kernel/names"
 	"nodeproxy/kernel/xtables"
@@ -12,12 +13,12 @@ func ofOtherMode(t names.Table, name string) bool {
 	return names.IsOurs(t, name) && !names.InMode(names.ModeIPTables, t, name)
 }
 
-// mangleTries is how often a sync fails because table mangle can't be read, before it is left alone: for a dozen seconds.
-const mangleTries = 7
+// mangleTime is for how long syncs fail because table mangle can't be read, before it is left alone.
+const mangleTime = 15 * time.Second
 
 // leaveOtherModes removes the rules that lead to chains of another mode, and then those of these chains that this mode lacks. As long as it is
-// not known what the kernel holds, it looks for some in table mangle in any case: others may have emptied tables nat and filter, and left
-// those. This mode itself has nothing there, so in the end it does without.
+// not known what the kernel holds, it looks into table mangle as well: others may have emptied tables nat and filter, and left that. This mode
+// itself has nothing there, so if it can't be read, it gives up in the end.
 func (f *fullSync) leaveOtherModes() error {
 	held := f.otherModeHeld()
 	if f.current != nil && !held {
@@ -25,12 +26,17 @@ func (f *fullSync) leaveOtherModes() error {
 	}
 	switch err := f.readMangle(); {
 	case err == nil:
-		f.mangleFailed = 0
-	case held || f.mangleFailed < mangleTries:
-		f.mangleFailed++
+		f.mangleFailed = time.Time{}
+	case held || f.ctx.Err() != nil:
+		return err
+	case f.mangleFailed.IsZero():
+		f.mangleFailed = time.Now()
+		return err
+	case time.Since(f.mangleFailed) < mangleTime:
 		return err
 	default:
 		f.log.Warn("table mangle can't be read: if another mode has left chains there, they stay", "family", f.family, "error", err)
+		f.mangleFailed = time.Time{}
 	}
 	for _, t := range names.Tables {
 		jumps := xtables.Diff(t, xtables.Desired{StaleJump: ofOtherMode}, f.actual[t])

@@ -324,7 +324,7 @@ func (e *engine) recheck(t *touched, now *actual) (drift.Found, error) {
 		adopt(a, e.actual.ports.routes, was.ports.routes, is.ports.routes, now.ports.routes)
 	}
 	e.version++
-	for r := range e.readings { // What is only adopted has changed for another one.
+	for r := range e.readings { // To other readings, what this one adopts has changed.
 		r.changed.merge(t)
 	}
 	found := differences(e.family, was, is)

@@ -80,10 +80,10 @@ func TestNoneAdded(t *testing.T) {
 }
 
 // TestServersGone: virtual servers that others have removed are made again, with all of their real servers, by the sync that changes them: where
-// real servers are added, or only removed, or another scheduler is asked for, and where there are more than are changed at a time.
+// real servers are added, or only drain from then on, or another scheduler is asked for, and where there are more than are changed at a time.
 func TestServersGone(t *testing.T) {
 	endpoints := func(n int) func(*plan.ServicePort, int) {
-		return func(sp *plan.ServicePort, i int) { sp.Cluster = plantest.LargeService(i, n, 3).Cluster }
+		return func(sp *plan.ServicePort, i int) { sp.Cluster = plantest.LargeService(i, 3*i, n).Cluster }
 	}
 	for _, c := range []struct {
 		name     string
@@ -91,7 +91,7 @@ func TestServersGone(t *testing.T) {
 		change   func(*plan.ServicePort, int)
 	}{
 		{"real servers are added", 20, endpoints(5)},
-		{"real servers are removed", 20, endpoints(1)},
+		{"real servers are removed, and drain", 20, endpoints(1)},
 		{"another scheduler", 20, func(sp *plan.ServicePort, _ int) { sp.Scheduler = plan.Scheduler{Name: "sh"} }},
 		{"many", 700, endpoints(4)},
 	} {

@@ -46,7 +46,7 @@ func (d *daemon) saveMemory(ctx context.Context) {
 	debug.FreeOSMemory()
 }
 
-// saveMemoryAgain gives back what is not needed any more of what changes have taken, or a verification.
+// saveMemoryAgain gives back memory that changes or a verification took and that is no longer needed.
 func (d *daemon) saveMemoryAgain() {
 	if d.machine.real() {
 		releaseProgram(d.log)

@@ -63,6 +63,7 @@ func (w *world) start() {
 	w.rules.Lock()
 	w.flows.restarted = w.life != nil
 	w.life, w.front, w.process, w.cancel, w.updates, w.ended = l, r.front, p, cancel, updates, make(chan error, 1)
+	w.failing = nil
 	clear(w.heeded)
 	w.rules.Unlock()
 	l.daemon.begin()
@@ -152,7 +153,7 @@ func (w *world) reload(r *rand.Rand) string {
 		args := append(drawFlags(mode, r), "--proxy-mode="+mode)
 		words, u = strings.Join(args, " "), update{cfg: w.configOf(args...)}
 		if r.IntN(4) == 0 {
-			words += ", whose start fails once"
+			words += ", whose first daemon can't start"
 			w.rules.Lock()
 			w.failing = u.cfg
 			w.rules.Unlock()
@@ -163,6 +164,9 @@ func (w *world) reload(r *rand.Rand) string {
 		w.file = u.cfg
 		return words
 	case <-time.After(time.Second): // in simulated time
+		w.rules.Lock()
+		w.failing = nil
+		w.rules.Unlock()
 		return "while another one takes effect"
 	}
 }

@@ -39,7 +39,7 @@ type witness struct {
 	metrics *metrics.Set
 	event   func(text string)
 	random  func(limit time.Duration) time.Duration
-	save    func() // gives memory back; it is called before each verification, whose need comes on top, and after it
+	save    func() // gives memory back; it is called before each verification, which takes more, and after it
 	log     *slog.Logger
 	ctx     context.Context // of the daemon
 

@@ -45,7 +45,7 @@ func (o Op) String() string {
 }
 
 // opCommands are the kernel's commands for each kind of Op: the expected one, and the one to use if the object did not exist, or
-// existed already.
+// existed already; 0 for none.
 var opCommands = [...]struct {
 	doing              string
 	command, otherwise uint8

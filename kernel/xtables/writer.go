@@ -161,7 +161,7 @@ func (w *Writer) Prune(ctx context.Context, actual map[names.Table]Content, chan
 	return nil
 }
 
-// Stays logs, once, that the kernel does not remove a stale chain, which is empty by then. A later Prune tries it again.
+// Stays logs, once until ForgetStuck, that the kernel does not remove a stale chain, which is empty by then. A later Prune tries it again.
 func (w *Writer) Stays(c Change, err error) {
 	key := [2]string{string(c.Table), c.Chain}
 	if w.stuck[key] {
@@ -177,7 +177,7 @@ func (w *Writer) Stays(c Change, err error) {
 	}
 }
 
-// ForgetStuck has chains that the kernel has refused to remove count as what is not as it should be, until it refuses again.
+// ForgetStuck forgets which chains the kernel has refused to remove: comparisons report them again until it refuses once more.
 func (w *Writer) ForgetStuck() { w.stuck = nil }
 
 // WithoutStuck leaves out the removal of empty chains that the kernel has refused to remove before.
