@@ -207,7 +207,23 @@ func (r *reading) repairElements(ctx context.Context, s *snapshot) (found drift.
 	if r.full == s.full && !s.layout.partial { // What nothing leads to is gone.
 		r.unread = [setCount]bool{}
 	}
-	return found, r.current == nil, nil
+	if r.full == s.full && r.current != nil {
+		err = r.removeLeftover()
+	}
+	return found, r.current == nil || err != nil, err
+}
+
+// removeLeftover tries again to remove the chains that no kind uses any more: what others had changed may have led to them. The lock must be held.
+func (e *engine) removeLeftover() error {
+	if len(e.leftover) == 0 || e.layout.partial || len(e.refused)+len(e.spareKinds) > 0 {
+		return nil
+	}
+	needed := namesOf(e.layout.kindChains(e.kinds), nil)
+	maps.DeleteFunc(e.leftover, func(name string, _ bool) bool { return needed[name] })
+	if len(e.leftover) == 0 {
+		return nil
+	}
+	return e.removeChains(slices.Sorted(maps.Keys(e.leftover)))
 }
 
 // look reads one element, and reports whether it is as it should be.
