@@ -33,6 +33,7 @@ type ipvsRules struct {
 	*ipvstest.Node
 	world    *world
 	machines map[plan.Family]*packetsim.Machine // nil where rules have changed
+	resized  time.Time                          // when others have last changed how many entries a set has
 }
 
 // ipvsSettings are the kernel settings of mode ipvs, as they are before it is in force.
@@ -40,7 +41,7 @@ var ipvsSettings = map[string]string{"net/ipv4/vs/conntrack": "0", "net/ipv4/ip_
 	"net/ipv4/vs/expire_quiescent_template": "0", "net/ipv4/vs/conn_reuse_mode": "1"}
 
 func newIPVSRules(w *world) nodeRules {
-	v := &ipvsRules{ipvstest.NewNode(w.draw), w, map[plan.Family]*packetsim.Machine{}}
+	v := &ipvsRules{Node: ipvstest.NewNode(w.draw), world: w, machines: map[plan.Family]*packetsim.Machine{}}
 	for _, f := range plan.Families {
 		v.Held[f].HostAddrs.Insert(nodeAddress(f))
 	}
@@ -254,8 +255,8 @@ var toIPVS = []happening{
 			a: {RealServer: kernel.RealServer{Addr: a, Weight: 1}}}}
 		return id.String(), nil
 	})},
-	{"others-flush-set", 2, onSet(func(k *ipvstest.Kernel, name string, _ *rand.Rand) { clear(k.Set[name]) })},
-	{"others-delete-entry", 2, onSet(func(k *ipvstest.Kernel, name string, r *rand.Rand) { delete(k.Set[name], entryOf(k, name, r)) })},
+	{"others-flush-set", 2, resizing(func(k *ipvstest.Kernel, name string, _ *rand.Rand) { clear(k.Set[name]) })},
+	{"others-delete-entry", 2, resizing(func(k *ipvstest.Kernel, name string, r *rand.Rand) { delete(k.Set[name], entryOf(k, name, r)) })},
 	{"others-change-entry", 1, func(w *world, r *rand.Rand) string { // the same
 		w.troubled = w.troubled || w.cfg.Mode == "ipvs"
 		return onSet(func(k *ipvstest.Kernel, name string, r *rand.Rand) {
@@ -265,7 +266,7 @@ var toIPVS = []happening{
 			k.Set[name][e] = with
 		})(w, r)
 	}},
-	{"others-add-entry", 1, onSet(func(k *ipvstest.Kernel, name string, r *rand.Rand) {
+	{"others-add-entry", 1, resizing(func(k *ipvstest.Kernel, name string, r *rand.Rand) {
 		e := entryOf(k, name, r)
 		with := k.Set[name][e]
 		e.Port = uint16(80 + r.IntN(4))
@@ -407,6 +408,17 @@ func onSet(do func(k *ipvstest.Kernel, name string, r *rand.Rand)) func(*world, 
 		do(k, name, r)
 		return name, nil
 	})
+}
+
+// resizing is onSet for what changes how many entries a set has. Where that happens twice within a second, there may be as many as before, and then
+// nothing but a comparison sees it.
+func resizing(do func(k *ipvstest.Kernel, name string, r *rand.Rand)) func(*world, *rand.Rand) string {
+	return func(w *world, r *rand.Rand) string {
+		v := w.rules.(*ipvsRules)
+		w.troubled = w.troubled || w.cfg.Mode == "ipvs" && time.Since(v.resized) < time.Second
+		v.resized = time.Now()
+		return onSet(do)(w, r)
+	}
 }
 
 // entryOf draws an entry of a set, without its mark.
