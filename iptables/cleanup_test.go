@@ -244,7 +244,7 @@ func TestMangleUnreadable(t *testing.T) {
 			fails()
 			time.Sleep(mangleTime - 1) // in simulated time
 			fails()
-			time.Sleep(1) // in simulated time
+			time.Sleep(time.Nanosecond) // in simulated time
 			program(t, e, &plan.Plan{}, plan.Everything())
 		}
 		e.current = nil
