@@ -21,6 +21,14 @@ import (
 type readyServers struct {
 	ipvstest.Servers
 	ipvstest.Ready
+	until time.Time // when all connections end
+}
+
+func (s readyServers) Each(f plan.Family, each func(*ipvs.ActualServer)) error {
+	if !time.Now().Before(s.until) {
+		clear(s.Servers.Connections)
+	}
+	return s.Servers.Each(f, each)
 }
 
 // TestCleaner: what mode ipvs has left takes no new connections while it waits for those that are open. Then the addresses of Services stop being
@@ -49,11 +57,9 @@ func TestCleaner(t *testing.T) {
 					RealServers: map[netip.AddrPort]ipvs.ActualRealServer{to: {RealServer: ipvs.RealServer{Addr: to, Weight: 1}}}}
 				k.Set["KUBE-CLUSTER-IP"] = map[ipset.Entry]ipset.Entry{}
 				k.Connections[to], k.Fail = 1, c.fail
-				time.AfterFunc(c.connections, func() { k.Connections[to] = 0 })
-				synctest.Wait()
 				begin := time.Now()
 				err := (&Cleaner{GracePeriod: grace, MasqueradeBit: 14, Log: slog.New(slog.DiscardHandler), Node: &Node{
-					Servers: readyServers{Servers: ipvstest.Servers{Kernel: k}}, Sets: ipvstest.Sets{Kernel: k},
+					Servers: readyServers{Servers: ipvstest.Servers{Kernel: k}, until: begin.Add(c.connections)}, Sets: ipvstest.Sets{Kernel: k},
 					Remove: func() error { return k.Call("remove device") },
 				}}).Run(context.Background())
 				require.Equal(t, c.fail != "", err != nil, "%v", err)
