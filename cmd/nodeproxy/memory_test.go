@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"log/slog"
 	"net/netip"
 	"runtime/debug"
@@ -42,6 +43,20 @@ func TestSaveMemory(t *testing.T) {
 			require.Equal(t, want[1], growth())
 		})
 	}
+}
+
+// TestSaveMemoryEnds: where the daemon ends before all objects have been read, garbage is collected as before.
+func TestSaveMemoryEnds(t *testing.T) {
+	const before = 99
+	t.Setenv("GOGC", "")
+	was := debug.SetGCPercent(before)
+	defer debug.SetGCPercent(was)
+	d := &daemon{log: slog.New(slog.DiscardHandler), monitor: &monitor{complete: make(chan struct{})},
+		read: proxier.NewObjects("n", netip.Addr{}, plan.Settings{}, plan.Families[:])}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	d.saveMemory(ctx)
+	require.Equal(t, before, growth())
 }
 
 // growth is by how many percent the heap grows until garbage is collected.
