@@ -66,7 +66,6 @@ type fullSync struct {
 	rewrites    []own      // ServicePorts with chains that the kernel has otherwise
 	refused     []*refusal // ServicePorts that the kernel does not take
 	unconfirmed bool       // one of those may have been refused since somebody else has changed the tables
-	proved      bool       // that something else is taken
 	written     int
 	removed     int
 }
@@ -231,7 +230,7 @@ func (f *fullSync) services(services []*plan.ServicePort) error {
 // writeAll writes ServicePorts' own chains, many at a time. Where the kernel refuses some, the ServicePorts at fault are found; those
 // keep the rules that they have, or are left out if they have none, and the others work.
 func (f *fullSync) writeAll(list []own) error {
-	search := xtables.Search[own]{Works: f.works, Try: func(batch []own) error {
+	search := xtables.Search[own]{Works: f.Works, Try: func(batch []own) error {
 		var step []xtables.Change
 		for _, o := range batch {
 			step = append(step, o.changes...)

@@ -12,12 +12,6 @@ import (
 	"nodeproxy/plan"
 )
 
-// works is Works of the Writer, which is asked until it was true once.
-func (f *fullSync) works() bool {
-	f.proved = f.proved || f.Works()
-	return f.proved
-}
-
 // confirm returns an error if another program has removed or changed chains of ours since this sync has read or written them, and
 // any ServicePort was found to be refused since the last call: rules that lead to a chain that somebody has removed are refused too,
 // whoever asks for them, and no ServicePort is to blame for that. The next sync begins with what the kernel holds then.
@@ -188,7 +182,7 @@ const chainTrial = names.PrefixCluster + "TRIAL"
 func (f *fullSync) refuseEntries() (bool, error) {
 	all := slices.SortedFunc(f.rules.services.All(), func(a, b *plan.ServicePort) int { return a.Key.Compare(b.Key) })
 	before := len(f.refused)
-	search := xtables.Search[*plan.ServicePort]{Works: f.works, Try: f.trial, Refused: func(sp *plan.ServicePort, err error) {
+	search := xtables.Search[*plan.ServicePort]{Works: f.Works, Try: f.trial, Refused: func(sp *plan.ServicePort, err error) {
 		f.refuse(sp, true, err)
 	}}
 	if err := search.Run(all); err != nil {

@@ -164,7 +164,7 @@ func changesOf(list []own) (out []xtables.Change) {
 // dispatchOrRefuse writes what leads to the ServicePorts' chains, without those ServicePorts whose entries the kernel refuses.
 func (f *fullSync) dispatchOrRefuse(todo []xtables.Change) error {
 	err := f.dispatchInSteps(todo)
-	if !xtables.IsRefused(err) || !f.works() {
+	if !xtables.IsRefused(err) || !f.Works() {
 		return err
 	}
 	if found, other := f.refuseEntries(); other != nil || !found {

@@ -202,10 +202,10 @@ type Search[T any] struct {
 	Try func([]T) error
 	// Refused is called for each thing that the kernel refuses on its own.
 	Refused func(T, error)
-	// Works is Writer.Works. It is called once, when something has been refused.
+	// Works is Writer.Works. It is called when something is refused for the first time, and when a single thing is.
 	Works func() bool
 
-	works bool
+	worked bool
 }
 
 // Run tries things. An error is one that says nothing about any of them.
@@ -217,12 +217,15 @@ func (s *Search[T]) Run(things []T) error {
 	if !IsRefused(err) {
 		return err
 	}
-	worked := s.works
-	if s.works = s.works || s.Works(); !s.works {
-		return err
-	}
-	if !worked { // The kernel may have refused everything until just now.
-		return s.Run(things)
+	if !s.worked || len(things) == 1 {
+		if !s.Works() {
+			return err
+		}
+		s.worked = true
+		// The kernel may have refused everything until just now.
+		if err = s.Try(things); !IsRefused(err) {
+			return err
+		}
 	}
 	if len(things) == 1 {
 		s.Refused(things[0], err)
