@@ -87,12 +87,14 @@ func TestVerifyRepairs(t *testing.T) {
 				p.stateMu.Lock()
 				c.change(p)
 				p.stateMu.Unlock()
+				synctest.Wait()
+				calls := len(r.calls)
 				_, found, err := p.Verify(t.Context())
 				if len(found) != 1 || found[0].Detail != c.said || c.field != "" && found[0].Field != c.field || err != nil {
 					t.Errorf("found %v, %v", found, err)
 				}
-				calls := len(r.calls)
 				time.Sleep(time.Second) // in simulated time: it is repaired
+				synctest.Wait()
 				if len(r.calls) == calls {
 					t.Error("nothing is programmed")
 				}

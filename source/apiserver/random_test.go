@@ -57,14 +57,16 @@ func runSchedule(t *testing.T, random *rand.Rand) {
 	if random.IntN(2) == 0 {
 		answer = inProtobuf(answer)
 	}
-	steps := random.IntN(60)
+	steps, loses := random.IntN(60), random.IntN(2) == 0
 	var verifications sync.WaitGroup
 	defer verifications.Wait()
 	f, got := c.followServices(t, answer) // It draws from random, too, from here on.
 	c.follower, c.lister = f, resources(Config{Client: answeredBy(t, answer), Log: slog.New(slog.DiscardHandler), Silence: DefaultSilence})[0]
-	if c.lost = map[string]bool{}; random.IntN(2) == 0 {
-		c.Lose, got.loses = c.lose, true
-	}
+	c.with(func() {
+		if c.lost = map[string]bool{}; loses {
+			c.Lose, got.loses = c.lose, true
+		}
+	})
 	for range steps {
 		c.Lock()
 		if c.Random.IntN(10) == 0 {
