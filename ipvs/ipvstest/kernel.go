@@ -174,7 +174,7 @@ func (k Servers) Do(op ipvs.Op) error {
 	}
 	adds := op.Kind == ipvs.AddServer || op.Kind == ipvs.AddRealServer
 	switch {
-	case v == nil && op.Kind != ipvs.AddServer && op.Kind != ipvs.DeleteServer && op.Kind != ipvs.DeleteRealServer:
+	case v == nil && op.Kind != ipvs.AddServer && op.Kind != ipvs.DeleteServer:
 		return fmt.Errorf("%s: there is no such virtual server: %w", op, unix.ESRCH)
 	case k.Exact && exists == adds:
 		return fmt.Errorf("%s %s: it exists: %t", doing[op.Kind], text, exists)
@@ -189,9 +189,7 @@ func (k Servers) Do(op ipvs.Op) error {
 	case ipvs.DeleteServer:
 		delete(k.Virtual, id)
 	case ipvs.DeleteRealServer:
-		if v != nil {
-			delete(v.RealServers, d.Addr)
-		}
+		delete(v.RealServers, d.Addr)
 	default:
 		v.RealServers[d.Addr] = ipvs.ActualRealServer{RealServer: d}
 	}

@@ -14,8 +14,8 @@ import (
 // OpKind says what an Op does.
 type OpKind uint8
 
-// The kinds of Op. Adding what exists updates it, updating a real server that is gone adds it, and deleting what is gone is no error. To update a
-// virtual server that is gone is one (ESRCH), since its real servers are gone, too.
+// The kinds of Op. Adding what exists updates it, updating a real server that is gone adds it, and deleting what is gone is no error. It is one
+// (ESRCH) to change a virtual server that is gone in any other way than by adding or deleting it, since all of its real servers are gone, too.
 const (
 	AddServer OpKind = iota
 	UpdateServer
@@ -83,7 +83,7 @@ func (s *Servers) Apply(ops []Op) []error {
 	var indexes []int
 	late := superseded(ops)
 	for i, o := range ops {
-		command, ok := o.otherwise(errs[i])
+		command, ok := o.otherwise(errs[i], late[i])
 		if !ok {
 			continue
 		}
@@ -129,11 +129,13 @@ func superseded(ops []Op) []bool {
 }
 
 // otherwise returns the command to try after another one failed, or 0 if the failure does not matter. It returns false if no
-// command will help.
-func (o Op) otherwise(err error) (command uint8, ok bool) {
+// command will help. A later op about the same object, or one that deletes it with its virtual server, makes it late.
+func (o Op) otherwise(err error, late bool) (command uint8, ok bool) {
 	switch otherwise := opCommands[o.Kind].otherwise; {
 	case err == nil, o.Kind == UpdateServer:
 		return 0, false
+	case o.Kind == DeleteRealServer && !late:
+		return 0, errors.Is(err, unix.ENOENT)
 	case otherwise == 0:
 		return 0, missing(err)
 	case errors.Is(err, unix.EEXIST), o.Kind == UpdateRealServer && errors.Is(err, unix.ENOENT):

@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"reflect"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -115,7 +116,10 @@ func TestServersRepeat(t *testing.T) {
 	if got, err := s.Get(v.ID); got != nil || err != nil {
 		t.Errorf("Get of what is not there: %v, %v", got, err)
 	}
-	do("delete what is not there", s.Delete(v.ID), s.DeleteRealServer(v.ID, d.Addr))
+	do("delete what is not there", s.Delete(v.ID))
+	if err := s.DeleteRealServer(v.ID, d.Addr); !errors.Is(err, unix.ESRCH) {
+		t.Errorf("delete a real server of a virtual server that is not there: %v", err)
+	}
 	if err := s.AddRealServer(v.ID, d); !errors.Is(err, unix.ESRCH) || !strings.Contains(err.Error(), "no such virtual server") {
 		t.Errorf("a real server without a virtual server: %v", err)
 	}
@@ -159,7 +163,7 @@ func TestApply(t *testing.T) {
 		{Kind: UpdateServer, Server: none}, {UpdateRealServer, none, d},
 		{Kind: AddServer, Server: good}, {UpdateRealServer, good, d},
 		{AddRealServer, good, RealServer{at("10.1.0.2:80"), 1}},
-		{Kind: DeleteServer, Server: none}, {DeleteRealServer, none, d},
+		{DeleteRealServer, none, d}, {Kind: DeleteServer, Server: none},
 	})
 	if len(errs) != 9 || errs[0] == nil || errs[1] == nil || !errors.Is(errs[2], unix.ESRCH) || !errors.Is(errs[3], unix.ESRCH) ||
 		errors.Join(errs[4:]...) != nil {
@@ -191,6 +195,7 @@ func TestApply(t *testing.T) {
 			ops[i].Kind = DeleteRealServer
 		}
 	}
+	slices.Reverse(ops) // real servers first
 	ops = append(ops, Op{Kind: DeleteServer, Server: good})
 	if errs := s.Apply(ops); errs != nil {
 		t.Fatalf("%.500v", errors.Join(errs...))
