@@ -125,6 +125,9 @@ var movedMetrics = []metricCheck{
 	grows("nodeproxy_drift_repaired_total kind=" + ruleDrift),
 	grows("nodeproxy_drift_check_duration_seconds"),
 	grows("nodeproxy_drift_last_check_timestamp_seconds"),
+	grows("nodeproxy_verification_duration_seconds"),
+	grows("nodeproxy_verification_last_timestamp_seconds"),
+	stays("nodeproxy_verification_differences_total part=plan"),
 	atLeast("nodeproxy_port_conflicts", 1),
 	grows("nodeproxy_service_connections_total service=s port=a ip_family=IPv4"),
 	grows("nodeproxy_service_connections_total service=s port=a-udp ip_family=IPv6"),
@@ -213,6 +216,7 @@ func moveMetrics(t *testing.T, w *harness.World, variant harness.Variant) {
 	require.NoError(t, w.ServeTCP(w.Node1().Netns, "thief", taken))
 	emptyDispatch(t, w, variant)
 	waitForMetrics(t, w, &harness.Scrape{}, []metricCheck{atLeast("nodeproxy_drift_repaired_total kind="+ruleDrift, 1)})
+	verified(t, w)
 	w.Write(t, "s.yaml", harness.Objects(harness.Service("s", 1), w.Ready("n1c")...)...)
 	added := harness.Objects(harness.Service("added", 6), w.Ready("n1b", "n2b")...)
 	for _, o := range added[1:] {
