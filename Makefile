@@ -175,7 +175,7 @@ E2E = NODEPROXY_BIN=$(CURDIR)/$(BINARY) NODEPROXY_KERNEL_TIMEOUT=3600
 	@hack/phase demo sh -c 'go build -o bin/demo ./e2e/demo && NODEPROXY_BIN=$(CURDIR)/$(BINARY) bin/demo'
 
 # The phases of "make test-all", one after the other: some take both processors for minutes.
-TIER_2 = 2-lint 2-packages 2-race 2-e2e 2-cluster-nftables 2-cluster-ipvs 2-prove 2-hostile 2-release 2-demo
+TIER_2 = 2-lint 2-packages 2-race 2-e2e 2-cluster-nftables 2-cluster-ipvs 2-schedules 2-prove 2-hostile 2-release 2-demo
 .PHONY: $(TIER_2)
 tier-2: $(TIER_2)
 
@@ -187,6 +187,9 @@ tier-2: $(TIER_2)
 	@hack/phase race $(MAKE) --no-print-directory race
 2-e2e: build kubelet kernel guest deploytools neighbours
 	@$(E2E) hack/phase e2e hack/gotest verbose -timeout 90m ./e2e/...
+2-schedules: build controlplane kernel
+	@$(E2E) hack/phase schedules sh -c 'for mode in nftables ipvs; do \
+		NODEPROXY_E2E_MODE=$$mode hack/gotest -timeout 60m -run "^TestSchedules$$/^nft$$" ./e2e/cluster || exit; done'
 2-prove:
 	@hack/phase prove $(MAKE) --no-print-directory prove PROVE=2000
 2-hostile:

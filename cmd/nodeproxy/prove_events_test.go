@@ -35,6 +35,7 @@ var (
 		{"change-slice", 14, (*world).changeSlice},
 		{"delete-slice", 3, func(w *world, r *rand.Rand) string { return w.remove("endpointslices", sliceName(r)) }},
 		{"change-node", 1, (*world).changeNode},
+		{"change-load-balancer", 5, (*world).changeLoadBalancer},
 		{"api-ends-watches", 2, toServer(func(_ *world, s *apiservertest.CachingServer, _ *rand.Rand) string { s.End(); return "" })},
 		{"api-restarts", 2, toServer(func(w *world, s *apiservertest.CachingServer, _ *rand.Rand) string { w.cluster.Restart(s); return "" })},
 		{"api-forgets", 1, toServer(func(_ *world, s *apiservertest.CachingServer, _ *rand.Rand) string { s.Oldest = s.Seen; return "" })},
@@ -46,12 +47,13 @@ var (
 			s.Ill = apiservertest.Trouble(r.IntN(apiservertest.Troubles))
 			s.End()
 			w.later(r, 10*time.Second, func() { s.Ill = apiservertest.None })
-			return fmt.Sprint("trouble ", s.Ill)
+			return s.Ill.String()
 		})},
 		{"api-trouble", 3, toServer(func(w *world, _ *apiservertest.CachingServer, r *rand.Rand) string {
-			w.cluster.Troubles = append(w.cluster.Troubles, apiservertest.Trouble(r.IntN(apiservertest.Troubles)))
+			what := apiservertest.Trouble(r.IntN(apiservertest.Troubles))
+			w.cluster.Troubles = append(w.cluster.Troubles, what)
 			w.later(r, 10*time.Second, func() { w.cluster.Troubles = nil })
-			return fmt.Sprint("troubles ", w.cluster.Troubles)
+			return what.String()
 		})},
 		{"api-slow", 1, toServer(func(w *world, _ *apiservertest.CachingServer, r *rand.Rand) string {
 			w.pace = time.Duration(r.Int64N(int64(time.Second)))
@@ -115,12 +117,13 @@ var (
 		}},
 		{"reload", 2, (*world).reload},
 		{"change-all-slices", 2, func(w *world, r *rand.Rand) string {
+			var words []string
 			for i := range services {
 				for k := range slicesOf {
-					w.changeSliceNamed(fmt.Sprintf("s%d-%d", i, k), r)
+					words = append(words, w.changeSliceNamed(fmt.Sprintf("s%d-%d", i, k), r))
 				}
 			}
-			return ""
+			return strings.Join(words, "; ")
 		}},
 		{"api-all-restart", 3, func(w *world, r *rand.Rand) string { // and their caches, which are full of watches then, send slowly
 			w.cluster.Lock()
@@ -205,6 +208,11 @@ func externalIP(service int, f plan.Family) netip.Addr {
 	return address(f, "203.0.113.%d", "2001:db8:113::%x", 10+service)
 }
 
+// balancerIP is an address that a load balancer may give to a Service.
+func balancerIP(service int, f plan.Family) netip.Addr {
+	return address(f, "203.0.113.%d", "2001:db8:113::%x", 110+service)
+}
+
 func nodeAddress(f plan.Family) netip.Addr { return address(f, "192.0.2.%d", "2001:db8::%x", 11) }
 
 // fromPods reports whether an address is one of pods.
@@ -216,7 +224,8 @@ func fromPods(a netip.Addr) bool {
 func frontends(service, port int, f plan.Family) []netip.AddrPort {
 	number := uint16(80 + port)
 	return []netip.AddrPort{netip.AddrPortFrom(clusterIP(service, f), number), netip.AddrPortFrom(nodeAddress(f), nodePort(service, port)),
-		netip.AddrPortFrom(externalIP(service, f), number), netip.AddrPortFrom(externalIP((service+1)%services, f), number)}
+		netip.AddrPortFrom(externalIP(service, f), number), netip.AddrPortFrom(externalIP((service+1)%services, f), number),
+		netip.AddrPortFrom(balancerIP(service, f), number), netip.AddrPortFrom(balancerIP((service+1)%services, f), number)}
 }
 
 func nodePort(service, port int) uint16 { return uint16(30000 + 10*service + port) }
@@ -273,6 +282,55 @@ func (w *world) changeService(r *rand.Rand) string {
 	w.put("services", s)
 	return fmt.Sprintf("%s %s %v ports %d external IPs %v internal %s external %s affinity %s", s.Name, s.Spec.Type, families, len(s.Spec.Ports),
 		s.Spec.ExternalIPs, *s.Spec.InternalTrafficPolicy, s.Spec.ExternalTrafficPolicy, s.Spec.SessionAffinity)
+}
+
+// balancerRanges are source ranges: those of a client outside, of pods, of the node, and of none that sends anything.
+var balancerRanges = [][]string{{"198.51.100.0/24", "2001:db8:51::/48"}, {"10.244.0.0/16", "fd44::/32"}, {"192.0.2.0/24", "2001:db8::/64"},
+	{"203.0.113.0/25", "2001:db8:113::/64"}}
+
+// changeLoadBalancer does what a controller of load balancers does, and the owner of a Service by the way: the Service is of type LoadBalancer, and
+// has addresses or loses them, and source ranges.
+func (w *world) changeLoadBalancer(r *rand.Rand) string {
+	i := r.IntN(services)
+	w.cluster.Lock()
+	o := apiservertest.Objects(w.cluster.Log, "services", w.cluster.Version)[types.NamespacedName{Namespace: "default", Name: fmt.Sprint("s", i)}]
+	w.cluster.Unlock()
+	if o.Object == nil {
+		return fmt.Sprintf("s%d is not there", i)
+	}
+	s := o.Object.DeepCopyObject().(*v1.Service)
+	s.Spec.Type = v1.ServiceTypeLoadBalancer
+	for p := range s.Spec.Ports {
+		s.Spec.Ports[p].NodePort = int32(nodePort(i, p))
+	}
+	s.Status.LoadBalancer.Ingress, s.Spec.LoadBalancerSourceRanges = nil, nil
+	of := []int{i}
+	switch r.IntN(6) {
+	case 0:
+		of = nil
+	case 1: // It shares that of another one, or takes it over.
+		of = append(of, (i+1)%services)
+	}
+	mode := ptr.To(v1.LoadBalancerIPModeVIP)
+	if r.IntN(8) == 0 {
+		mode = ptr.To(v1.LoadBalancerIPModeProxy)
+	}
+	for _, n := range of {
+		for _, f := range s.Spec.IPFamilies {
+			s.Status.LoadBalancer.Ingress = append(s.Status.LoadBalancer.Ingress,
+				v1.LoadBalancerIngress{IP: balancerIP(n, familyOf[f]).String(), IPMode: mode})
+		}
+	}
+	if r.IntN(2) == 0 {
+		for n := range 1 + r.IntN(2) {
+			s.Spec.LoadBalancerSourceRanges = append(s.Spec.LoadBalancerSourceRanges, balancerRanges[(r.IntN(len(balancerRanges))+n)%len(balancerRanges)]...)
+		}
+	}
+	w.rules.Lock()
+	w.balanced = true
+	w.rules.Unlock()
+	w.put("services", s)
+	return fmt.Sprintf("s%d has those of %v mode %s source ranges %v", i, of, *mode, s.Spec.LoadBalancerSourceRanges)
 }
 
 func sliceName(r *rand.Rand) string { return fmt.Sprintf("s%d-%d", r.IntN(services), r.IntN(slicesOf)) }
@@ -352,8 +410,12 @@ func (w *world) probes(f plan.Family) func(yield func(probe) bool) {
 				if w.ever[to[0]] == nil {
 					continue
 				}
-				for _, q := range []probe{{pod, "veth1", to[0]}, {node, "", to[0]}, {node, "", to[1]}, {outside, "eth0", to[1]}, {pod, "veth1", to[2]},
-					{outside, "eth0", to[2]}} {
+				list := []probe{{pod, "veth1", to[0]}, {node, "", to[0]}, {node, "", to[1]}, {outside, "eth0", to[1]}, {pod, "veth1", to[2]},
+					{outside, "eth0", to[2]}}
+				if w.balanced {
+					list = append(list, probe{pod, "veth1", to[4]}, probe{outside, "eth0", to[4]}, probe{node, "", to[4]})
+				}
+				for _, q := range list {
 					if !yield(q) {
 						return
 					}

@@ -129,14 +129,14 @@ func (w *world) takesEffect(l *life) {
 	w.life, w.cfg, w.last, w.flows.restarted = l, l.daemon.cfg, time.Now(), true
 	clear(w.alike)
 	clear(w.heeded)
-	w.keepSteady()
+	if w.known.Synced() {
+		w.allow(w.plan())
+		w.keepSteady()
+	}
 }
 
 // keepSteady leaves of the packets that have had an endpoint those that have one by what has been delivered.
 func (w *world) keepSteady() {
-	if !w.known.Synced() {
-		return
-	}
 	verdicts := plan.NewEvaluator(w.plan())
 	for q := range w.steady {
 		if verdicts.Verdict(q.packet()).Action != plan.Forward {
@@ -222,6 +222,9 @@ func (w *world) delivered(by ruleWriter, l *life, b source.Batch) {
 	before := l.known.Synced()
 	l.known.Apply(b)
 	w.get(l, b)
+	if l == w.life {
+		w.allow(w.plan())
+	}
 	if !l.known.Synced() {
 		return
 	}

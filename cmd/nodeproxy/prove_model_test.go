@@ -31,15 +31,15 @@ func (w *world) model(objects source.Batch) model {
 
 // verdict says what must happen to a packet.
 func (m model) verdict(q plan.Packet) plan.Verdict {
-	svc, port, internal := m.owner(q)
+	svc, port, kind := m.owner(q)
 	if svc == nil {
 		return plan.Verdict{}
 	}
-	return m.decide(q, svc, port, internal)
+	return m.decide(q, svc, port, kind)
 }
 
-// owner returns the Service that has the address and port that a packet goes to, the name of its port there, and whether this is a cluster IP.
-func (m model) owner(q plan.Packet) (svc *v1.Service, port string, internal bool) {
+// owner returns the Service that has the address and port that a packet goes to, the name of its port there, and what kind of address this is.
+func (m model) owner(q plan.Packet) (svc *v1.Service, port string, kind plan.FrontendKind) {
 	for _, name := range slices.SortedFunc(maps.Keys(m.Services), func(a, b types.NamespacedName) int { return cmp.Compare(a.Name, b.Name) }) {
 		svc := m.Services[name] // Of two that ask for an address, the first in order has it.
 		if svc == nil {
@@ -48,36 +48,55 @@ func (m model) owner(q plan.Packet) (svc *v1.Service, port string, internal bool
 		for _, port := range svc.Spec.Ports {
 			at := func(ip string) bool { return netip.MustParseAddr(ip) == q.Dst && uint16(port.Port) == q.DstPort }
 			ofFamily := func(ip string) bool { return plan.FamilyOf(netip.MustParseAddr(ip)) == plan.FamilyOf(q.Dst) }
-			nodePort := q.DstLocal && port.NodePort != 0 && uint16(port.NodePort) == q.DstPort && slices.ContainsFunc(svc.Spec.ClusterIPs, ofFamily)
-			if internal := slices.ContainsFunc(svc.Spec.ClusterIPs, at); internal || nodePort || slices.ContainsFunc(svc.Spec.ExternalIPs, at) {
-				return svc, port.Name, internal
+			balancer := func(i v1.LoadBalancerIngress) bool { return at(i.IP) && *i.IPMode == v1.LoadBalancerIPModeVIP }
+			switch {
+			case slices.ContainsFunc(svc.Spec.ClusterIPs, at):
+				return svc, port.Name, plan.ClusterIP
+			case slices.ContainsFunc(svc.Status.LoadBalancer.Ingress, balancer):
+				return svc, port.Name, plan.LoadBalancerIP
+			case slices.ContainsFunc(svc.Spec.ExternalIPs, at):
+				return svc, port.Name, plan.ExternalIP
+			case q.DstLocal && port.NodePort != 0 && uint16(port.NodePort) == q.DstPort && slices.ContainsFunc(svc.Spec.ClusterIPs, ofFamily):
+				return svc, port.Name, plan.NodePort
 			}
 		}
 	}
-	return nil, "", false
+	return nil, "", 0
 }
 
-// hasClusterIP reports whether an address is a cluster IP.
-func (m model) hasClusterIP(a netip.Addr) bool {
+// refuses reports whether a mode refuses packets to ports of an address that no Service has there: of a cluster IP, and in mode ipvs of a load
+// balancer IP.
+func (m model) refuses(mode string, a netip.Addr) bool {
 	for _, svc := range m.Services {
-		if slices.Contains(svc.Spec.ClusterIPs, a.String()) {
+		if svc == nil {
+			continue
+		}
+		given := func(i v1.LoadBalancerIngress) bool {
+			return i.IP == a.String() && *i.IPMode == v1.LoadBalancerIPModeVIP
+		}
+		if mode != "iptables" && slices.Contains(svc.Spec.ClusterIPs, a.String()) ||
+			mode == "ipvs" && slices.ContainsFunc(svc.Status.LoadBalancer.Ingress, given) {
 			return true
 		}
 	}
 	return false
 }
 
-// decide says what must happen to a packet for a port of a Service, by its cluster IP or an external address.
-func (m model) decide(q plan.Packet, svc *v1.Service, port string, internal bool) plan.Verdict {
+// decide says what must happen to a packet for a port of a Service, by an address of some kind.
+func (m model) decide(q plan.Packet, svc *v1.Service, port string, kind plan.FrontendKind) plan.Verdict {
 	fromPod := fromPods(q.Src)
 	local, masquerade := ptr.Deref(svc.Spec.InternalTrafficPolicy, "") == v1.ServiceInternalTrafficPolicyLocal, m.masqueradeAll || !fromPod
-	if !internal {
+	if kind != plan.ClusterIP {
 		isLocal := svc.Spec.ExternalTrafficPolicy == v1.ServiceExternalTrafficPolicyLocal
 		local, masquerade = isLocal && !fromPod && !q.SrcLocal, !isLocal || q.SrcLocal
 	}
 	all := m.endpoints(svc.Name, port, plan.FamilyOf(q.Dst))
 	if len(usable(all)) == 0 {
 		return plan.Verdict{Action: plan.Reject}
+	}
+	ranges := svc.Spec.LoadBalancerSourceRanges
+	if kind == plan.LoadBalancerIP && len(ranges) > 0 && !slices.ContainsFunc(ranges, func(of string) bool { return netip.MustParsePrefix(of).Contains(q.Src) }) {
+		return plan.Verdict{Action: plan.Drop}
 	}
 	here := func(e discovery.Endpoint) bool { return *e.NodeName == "n1" }
 	if !local {
@@ -173,8 +192,8 @@ func (w *world) agrees(f plan.Family, m model) (why string) {
 	}
 	for q := range w.probes(f) {
 		want := m.verdict(q.packet())
-		if want.Action == plan.Pass && w.cfg.Mode != "iptables" && m.hasClusterIP(q.to.Addr()) {
-			want.Action = plan.Reject // as are all other ports of it in these modes
+		if want.Action == plan.Pass && m.refuses(w.cfg.Mode, q.to.Addr()) {
+			want.Action = plan.Reject
 		}
 		outcomes, err := rules.Trace(q.packet(), thisNode)
 		if err == nil {

@@ -6,9 +6,9 @@ import (
 	"fmt"
 	"hash"
 	"hash/fnv"
+	"maps"
 	"math/rand/v2"
 	"net/netip"
-	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"nodeproxy/config"
+	"nodeproxy/internal/set"
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
 	"nodeproxy/source"
@@ -55,8 +56,8 @@ type world struct {
 	silent   bool            // The API server may be back in time, or have sent an answer that does not end.
 	lost     map[string]bool // the names of objects of which a watch has lost something
 	pace     time.Duration
-	// troubled says that reading or writing rules has failed or been slow.
-	troubled bool
+	// troubled says that reading or writing rules has failed or been slow, and tampered that others have changed ours.
+	troubled, tampered bool
 
 	// life is that of the daemon whose configuration is in force, in a process that ends with ended's error.
 	*life
@@ -76,9 +77,15 @@ type world struct {
 	heeded map[probe]bool
 	// disturbed are families whose tables may not be as the daemon has left them, since that time.
 	disturbed map[plan.Family]time.Time
-	// ever are the endpoints that Services have had, by frontend address and port, and foreign the tables as others have left them.
-	ever    map[netip.AddrPort]map[netip.AddrPort]bool
+	// ever are the endpoints that Services have had, by frontend address and port. owners are the ServicePorts that had these in any state which
+	// has been delivered since the tables were in sync, or in that one, and usable the endpoints that ServicePorts had in any of those.
+	ever   map[netip.AddrPort]map[netip.AddrPort]bool
+	owners map[netip.AddrPort]set.Set[plan.Key]
+	usable map[plan.Key]set.Set[netip.AddrPort]
+	// foreign are the tables as others have left them.
 	foreign map[plan.Family]string
+	// balanced says that a load balancer has given an address to a Service.
+	balanced bool
 
 	trace   hash.Hash64
 	failure string
@@ -132,7 +139,8 @@ func newWorld(t *testing.T, seed uint64, mode, settings string) *world {
 	random := rand.New(rand.NewPCG(seed, 1))
 	w := &world{seed: seed, cluster: apiservertest.NewCluster(random, 1+random.IntN(3)), began: time.Now(), steady: map[probe]bool{},
 		modes: provenModes[mode].modes, heeded: map[probe]bool{}, lost: map[string]bool{}, alike: map[plan.Family]bool{},
-		disturbed: map[plan.Family]time.Time{}, ever: map[netip.AddrPort]map[netip.AddrPort]bool{}, foreign: map[plan.Family]string{}, trace: fnv.New64a()}
+		disturbed: map[plan.Family]time.Time{}, ever: map[netip.AddrPort]map[netip.AddrPort]bool{},
+		owners: map[netip.AddrPort]set.Set[plan.Key]{}, usable: map[plan.Key]set.Set[netip.AddrPort]{}, foreign: map[plan.Family]string{}, trace: fnv.New64a()}
 	w.cluster.Travel = func(r apiservertest.Request) time.Duration {
 		return w.draw("travel "+r.Verb+r.Resource, 30*time.Millisecond)
 	}
@@ -163,7 +171,7 @@ func (w *world) draw(what string, limit time.Duration) time.Duration {
 	return time.Duration(rand.New(rand.NewPCG(w.seed, h.Sum64())).Int64N(max(int64(limit), 1)))
 }
 
-// note adds to the trace. It does not depend on how the lines of an input are ordered.
+// note adds to the trace.
 func (w *world) note(format string, args ...any) {
 	fmt.Fprintf(w.trace, "%v "+format+"\n", append([]any{time.Since(w.began)}, args...)...)
 }
@@ -217,6 +225,11 @@ func (w *world) look() {
 	if !w.idle() || !w.known.Synced() || len(w.daemon.refusals.list()) > 0 {
 		return
 	}
+	for _, m := range w.daemon.monitor.node.Missing() {
+		if m.Condition != "fresh" { // It may be long that the API server has sent something.
+			w.fail("it says that no change waits, and that it is not ready: %s", m.Detail)
+		}
+	}
 	p := w.plan()
 	verdicts := plan.NewEvaluator(p)
 	w.steady, w.heeded = map[probe]bool{}, map[probe]bool{}
@@ -244,6 +257,11 @@ func (w *world) look() {
 			continue // Nobody repairs that, but it goes.
 		}
 		delete(w.disturbed, f)
+		if !w.rules.leftover(f) {
+			maps.DeleteFunc(w.owners, func(at netip.AddrPort, _ set.Set[plan.Key]) bool { return plan.FamilyOf(at.Addr()) == f })
+			maps.DeleteFunc(w.usable, func(k plan.Key, _ set.Set[netip.AddrPort]) bool { return k.Family == f })
+			w.allow(p)
+		}
 		w.holdsFlows(f)
 		kept := len(w.modes) > 1 && strings.Contains(w.foreign[f], stolen) // Others have rules that may refuse what another mode sends on.
 		for q := range w.probes(f) {
@@ -256,6 +274,38 @@ func (w *world) look() {
 			}
 		}
 	}
+}
+
+// allow notes that packets may get to the endpoints of a plan.
+func (w *world) allow(p *plan.Plan) {
+	for _, sp := range p.Services {
+		if w.usable[sp.Key] == nil {
+			w.usable[sp.Key] = set.Set[netip.AddrPort]{}
+		}
+		for _, to := range sp.All() {
+			w.usable[sp.Key].Insert(to.Addr)
+		}
+		for _, from := range sp.Frontends {
+			at := netip.AddrPortFrom(from.Addr, from.Port)
+			if from.Kind == plan.NodePort {
+				at = netip.AddrPortFrom(nodeAddress(sp.Key.Family), from.Port)
+			}
+			if w.owners[at] == nil {
+				w.owners[at] = set.Set[plan.Key]{}
+			}
+			w.owners[at].Insert(sp.Key)
+		}
+	}
+}
+
+// allowed reports whether packets to a frontend may get to an endpoint.
+func (w *world) allowed(from, to netip.AddrPort) bool {
+	for k := range w.owners[from] {
+		if w.usable[k].Has(to) {
+			return true
+		}
+	}
+	return false
 }
 
 // verified looks at what a verification says that it has repaired: a watch must have lost something of it, or the API be back in time.
@@ -274,7 +324,7 @@ func (w *world) verified(text string) {
 // disturb notes that the tables of a family may not be as the daemon has left them.
 func (w *world) disturb(f plan.Family) {
 	delete(w.alike, f)
-	w.disturbed[f], w.flows.disturbed = time.Now(), time.Now()
+	w.disturbed[f], w.flows.disturbed, w.tampered = time.Now(), time.Now(), true
 	w.unsteady(f)
 }
 
@@ -295,9 +345,7 @@ func (w *world) changed(f plan.Family, by ruleWriter, input string) {
 		w.flows.disturbed = time.Now()
 		clear(w.heeded)
 	}
-	lines := strings.Split(input, "\n")
-	slices.Sort(lines)
-	w.note("%s %q", f, lines)
+	w.note("%s %q", f, input)
 	if by.Dead() {
 		w.disturb(f)
 	}
@@ -333,6 +381,8 @@ func (w *world) send(q probe, rules *packetsim.Machine) {
 		switch {
 		case o.DNAT && !w.ever[q.to][o.Dst] && !misled:
 			w.fail("packet %s gets to %s, which has never been an endpoint", q.packet(), o.Dst)
+		case o.DNAT && !w.allowed(q.to, o.Dst) && !disturbed:
+			w.fail("packet %s gets to %s, which is no endpoint any more", q.packet(), o.Dst)
 		case w.steady[q] && (!o.DNAT || o.Action != packetsim.Accept):
 			w.fail("packet %s: %s, though there has been an endpoint all the time\n%s", q.packet(), o, strings.Join(o.Rules(), "\n"))
 		case w.heeded[q] && !w.troubled && !o.DNAT && o.Action == packetsim.Accept:
@@ -373,6 +423,9 @@ func (w *world) end() {
 	s.Apply(all)
 	p, _ := s.Update()
 	check := func(when string) {
+		if why := w.reports(p); why != "" { // which may read the tables
+			w.fail("%s: %s", when, why)
+		}
 		w.rules.Lock()
 		defer w.rules.Unlock()
 		if w.failure != "" {

@@ -38,8 +38,8 @@ type Cluster struct {
 	Log, Lost []Change
 	// Version is the latest.
 	Version int
-	// Travel returns how long a request takes to a server, or the beginning of its answer back, and Pace the time between two objects of
-	// a streamed list; nil for no time.
+	// Travel returns how long a request takes to a server, or the beginning of its answer back, and Pace the time that a server takes for an
+	// object of a list; nil for no time.
 	Travel func(Request) time.Duration
 	Pace   func() time.Duration
 	// Lose, if not nil, reports whether a watch loses a change: it goes on as if that had been sent.
@@ -123,6 +123,11 @@ const (
 	// Troubles is how many there are to draw from.
 	Troubles = int(invalid)
 )
+
+var troubleNames = [...]string{"refused", "closed", "timed out", "broken", "garbled", "hanging", "internal error", "too large version", "expired",
+	"too many requests", "forbidden", "unauthorized", "not found", "unavailable"}
+
+func (t Trouble) String() string { return troubleNames[t] }
 
 var statuses = map[Trouble]metav1.Status{
 	InternalError:   {Code: http.StatusInternalServerError, Reason: metav1.StatusReasonInternalError},
@@ -291,7 +296,7 @@ func (c *Cluster) RoundTrip(r *http.Request) (*http.Response, error) {
 	case r.Method != http.MethodGet:
 		return &http.Response{StatusCode: http.StatusCreated, Header: http.Header{"Content-Type": {"application/json"}}, Body: r.Body}, nil
 	case a.Verb == "list":
-		return c.list(s, a.Resource, q.Get("resourceVersion"), what), nil
+		return c.list(r.Context(), s, a.Resource, q.Get("resourceVersion"), what), nil
 	}
 	return c.watch(r.Context(), s, a, q.Get("resourceVersion"), what, random), nil
 }
@@ -332,7 +337,7 @@ func (c *Cluster) fresh(s *CachingServer, version int) bool {
 	return false
 }
 
-func (c *Cluster) list(s *CachingServer, resource, from string, what Trouble) *http.Response {
+func (c *Cluster) list(ctx context.Context, s *CachingServer, resource, from string, what Trouble) *http.Response {
 	version, _ := strconv.Atoi(from)
 	if !c.fresh(s, version) {
 		return Respond(TooLarge)
@@ -347,6 +352,10 @@ func (c *Cluster) list(s *CachingServer, resource, from string, what Trouble) *h
 	for _, o := range sorted(Objects(c.Log, resource, as)) {
 		items = append(items, o.Object)
 	}
+	pace := c.pace()
+	c.Unlock()
+	time.Sleep(time.Duration(len(items)) * pace)
+	c.Lock()
 	meta := c.resources[resource]
 	r := respond(http.StatusOK, map[string]any{"apiVersion": meta.APIVersion, "kind": meta.Kind + "List", "items": items,
 		"metadata": map[string]any{"resourceVersion": fmt.Sprint(as)}})
@@ -355,8 +364,34 @@ func (c *Cluster) list(s *CachingServer, resource, from string, what Trouble) *h
 		r.Body = io.NopCloser(io.MultiReader(io.LimitReader(r.Body, 50), iotest.ErrReader(io.ErrUnexpectedEOF)))
 	case Garbled:
 		r.Body = io.NopCloser(strings.NewReader(`{"kind": "`))
+	case Lasting:
+		out, in := io.Pipe()
+		r.Body = out
+		c.Open++
+		go c.hang(ctx, in)
 	}
 	return r
+}
+
+// pace returns how long an object of a list takes. The cluster is locked.
+func (c *Cluster) pace() time.Duration {
+	if c.Pace == nil {
+		return 0
+	}
+	return c.Pace()
+}
+
+// hang sends nothing more for some seconds, and then ends the answer.
+func (c *Cluster) hang(ctx context.Context, in *io.PipeWriter) {
+	select {
+	case <-ctx.Done():
+		_ = in.CloseWithError(ctx.Err())
+	case <-time.After(20 * time.Second):
+		_ = in.CloseWithError(io.ErrUnexpectedEOF)
+	}
+	c.Lock()
+	defer c.Unlock()
+	c.Open--
 }
 
 func event(kind watch.EventType, object any) map[string]any {
@@ -458,10 +493,7 @@ func (c *Cluster) sendFirst(w *watching) bool {
 	c.Unlock()
 	for _, o := range sorted(all) {
 		c.Lock()
-		var pace time.Duration
-		if c.Pace != nil {
-			pace = c.Pace()
-		}
+		pace := c.pace()
 		c.Unlock()
 		select {
 		case <-time.After(pace):
