@@ -63,7 +63,7 @@ func (w *world) start() {
 	w.rules.Lock()
 	w.flows.restarted = w.life != nil
 	w.life, w.front, w.process, w.cancel, w.updates, w.ended = l, r.front, p, cancel, updates, make(chan error, 1)
-	w.failing = nil
+	w.failing, w.rejected = nil, ""
 	clear(w.heeded)
 	w.rules.Unlock()
 	l.daemon.begin()
@@ -80,10 +80,22 @@ func (w *world) mayFail(d *daemon) {
 	if w.failing == nil || d.cfg != w.failing {
 		return
 	}
-	w.failing = nil
+	if w.failures--; w.failures == 0 {
+		w.failing = nil
+	}
 	mode := *d.mode
 	mode.open = func(modeConfig) (*openMode, error) { return nil, errors.New("what the mode needs is gone") }
 	d.mode = &mode
+}
+
+// rejects looks at what an event says of a configuration that is not in force.
+func (w *world) rejects(text string) {
+	w.rules.Lock()
+	defer w.rules.Unlock()
+	if text == w.rejected {
+		w.fail("an event says once more: %s", text)
+	}
+	w.rejected = text
 }
 
 // newLife makes a daemon in a process.
@@ -100,8 +112,11 @@ func (w *world) newLife(ctx context.Context, p ruleWriter, m machine, cfg *confi
 	d.objects = observed{d.objects, func(b source.Batch) { w.delivered(p, l, b) }}
 	event, normal := d.event, d.normalEvent
 	d.event = func(reason, action, text string) {
-		if event(reason, action, text); reason == "VerificationRepaired" {
+		switch event(reason, action, text); reason {
+		case "VerificationRepaired":
 			w.verified(text)
+		case "ConfigRejected":
+			w.rejects(text)
 		}
 	}
 	d.normalEvent = func(reason, action string) {
@@ -153,12 +168,16 @@ func (w *world) reload(r *rand.Rand) string {
 		args := append(drawFlags(mode, r), "--proxy-mode="+mode)
 		words, u = strings.Join(args, " "), update{cfg: w.configOf(args...)}
 		if r.IntN(4) == 0 {
-			words += ", whose first daemon can't start"
+			failures := 1 + r.IntN(3)
+			words += fmt.Sprintf(", whose first %d starts fail", failures)
 			w.rules.Lock()
-			w.failing = u.cfg
+			w.failing, w.failures = u.cfg, failures
 			w.rules.Unlock()
 		}
 	}
+	w.rules.Lock()
+	w.rejected = ""
+	w.rules.Unlock()
 	select {
 	case w.updates <- u:
 		w.file = u.cfg

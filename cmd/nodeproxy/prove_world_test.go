@@ -48,8 +48,11 @@ type world struct {
 	// hold; nil if there is nothing new.
 	modes     []string
 	cfg, file *config.Config
-	// failing is a configuration whose next daemon fails to start; nil for none.
-	failing *config.Config
+	// failing is a configuration whose next daemons, so many, fail to start; nil for none. rejected is what an event has said last of a
+	// configuration that is not in force.
+	failing  *config.Config
+	failures int
+	rejected string
 	// configOf returns the configuration by some flags, in addition to those that every nodeproxy has.
 	configOf func(args ...string) *config.Config
 	began    time.Time

@@ -46,6 +46,7 @@ type update struct {
 // run runs a daemon, and in its place one with each new configuration that can be put in force, until ctx ends or a daemon does.
 func (r *reloads) run(ctx context.Context, d *daemon) error {
 	var former *config.Config // what to go back to if d can't start
+	var rejected *string      // why d was not in force until now, as was said last
 	for {
 		ended := make(chan error, 1)
 		go func() { ended <- d.run(r.claim, r.front) }()
@@ -59,13 +60,14 @@ func (r *reloads) run(ctx context.Context, d *daemon) error {
 			if err := <-ended; err != nil {
 				d.log.Warn("the former configuration ended with an error", "error", err)
 			}
-			former = d.cfg
+			former, rejected = d.cfg, d.rejected.Load()
 			d = next
 		case errors.As(err, &start) && former != nil:
 			back, failure := r.newDaemon(ctx, former)
 			if failure != nil {
 				return errors.Join(err, failure)
 			}
+			back.rejected.Store(rejected)
 			back.begin()
 			back.notInForce(fmt.Errorf("the configuration file has changed, but what it says now can't run: %w", err))
 			d, former = back, nil
