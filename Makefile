@@ -147,9 +147,10 @@ IMPORTS = go list -f '{{.ImportPath}} {{.TestImports}} {{.XTestImports}}' ./... 
 	@NODEPROXY_SEED=1 hack/phase packages hack/gotest -short -timeout 60m -skip '^TestPage$$' $$($(IMPORTS) | grep -v $(IN_KERNEL) | cut -d' ' -f1)
 1-kernel: kernel
 	@$(E2E) NODEPROXY_SEED=1 hack/phase kernel hack/gotest -short -timeout 60m $$($(IMPORTS) | grep $(IN_KERNEL) | cut -d' ' -f1)
-# A thousand schedules of faults, the same in each run. Mode ipvs is left out, as its schedules differ from process to process: packages has a few.
+# A thousand schedules of faults, the same in each run, and the scenarios. Mode ipvs is left out of the former, as its schedules differ from process
+# to process: packages has a few.
 1-prove: build
-	@hack/phase prove sh -c 'NODEPROXY_MODE=iptables hack/prove 900 && NODEPROXY_MODE=nftables hack/prove 100'
+	@hack/phase prove sh -c 'hack/prove scenarios && NODEPROXY_MODE=iptables hack/prove 900 && NODEPROXY_MODE=nftables hack/prove 100'
 1-lint:
 	@hack/phase lint hack/lint
 
@@ -175,7 +176,7 @@ E2E = NODEPROXY_BIN=$(CURDIR)/$(BINARY) NODEPROXY_KERNEL_TIMEOUT=3600
 	@hack/phase demo sh -c 'go build -o bin/demo ./e2e/demo && NODEPROXY_BIN=$(CURDIR)/$(BINARY) bin/demo'
 
 # The phases of "make test-all", one after the other: some take both processors for minutes.
-TIER_2 = 2-lint 2-packages 2-race 2-e2e 2-cluster-nftables 2-cluster-ipvs 2-schedules 2-prove 2-hostile 2-release 2-demo
+TIER_2 = 2-lint 2-packages 2-race 2-e2e 2-cluster-nftables 2-cluster-ipvs 2-schedules-nftables 2-schedules-ipvs 2-prove 2-hostile 2-release 2-demo
 .PHONY: $(TIER_2)
 tier-2: $(TIER_2)
 
@@ -187,9 +188,10 @@ tier-2: $(TIER_2)
 	@hack/phase race $(MAKE) --no-print-directory race
 2-e2e: build kubelet kernel guest deploytools neighbours
 	@$(E2E) hack/phase e2e hack/gotest verbose -timeout 90m ./e2e/...
-2-schedules: build controlplane kernel
-	@$(E2E) hack/phase schedules sh -c 'for mode in nftables ipvs; do \
-		NODEPROXY_E2E_MODE=$$mode hack/gotest -timeout 60m -run "^TestSchedules$$/^nft$$" ./e2e/cluster || exit; done'
+2-schedules-nftables: build controlplane
+	@$(E2E) NODEPROXY_E2E_MODE=nftables hack/phase schedules-nftables hack/gotest -timeout 60m -run '^TestSchedules$$/^nft$$' ./e2e/cluster
+2-schedules-ipvs: build controlplane kernel
+	@$(E2E) NODEPROXY_E2E_MODE=ipvs hack/phase schedules-ipvs hack/gotest -timeout 60m -run '^TestSchedules$$/^nft$$' ./e2e/cluster
 2-prove:
 	@hack/phase prove $(MAKE) --no-print-directory prove PROVE=2000
 2-hostile:
@@ -230,6 +232,7 @@ PROVE      ?= 100000
 SEED       ?= 0
 PROVE_MODE ?=
 prove: deps
+	hack/prove scenarios
 	NODEPROXY_MODE=$(PROVE_MODE) hack/prove $(PROVE) $(SEED)
 	cd cmd/nodeproxy && NODEPROXY_MODE=$(PROVE_MODE) NODEPROXY_SCHEDULES=$(PROVE) NODEPROXY_SCHEDULE=$(SEED) GOMAXPROCS=1 \
 		$(CURDIR)/bin/prove -test.timeout 0 -test.v -test.run '^TestProveAgain$$'

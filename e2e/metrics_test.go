@@ -67,7 +67,7 @@ func metricsWorld(t *testing.T) *harness.World {
 	return w
 }
 
-// verified waits until a verification finds nothing: others' changes may have been repaired in one family only.
+// verified waits until a verification finds nothing. The repair that metrics show may have reached only one family so far.
 func verified(t *testing.T, w *harness.World) {
 	t.Helper()
 	eventually(t, "a verification finds nothing", func() error {

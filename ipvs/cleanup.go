@@ -10,6 +10,8 @@ import (
 	"slices"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"nodeproxy/ipvs/nftrules"
 	"nodeproxy/kernel/host"
 	"nodeproxy/kernel/ipset"
@@ -184,7 +186,8 @@ func (c *Cleaner) each(v servers, changes func(*ipvs.ActualServer) []ipvs.Op) er
 			}
 		})
 		if err == nil && len(ops) > 0 {
-			err = errors.Join(v.Apply(ops)...)
+			gone := func(err error) bool { return errors.Is(err, unix.ESRCH) } // Somebody else has removed it meanwhile.
+			err = errors.Join(slices.DeleteFunc(v.Apply(ops), gone)...)
 		}
 		if err != nil {
 			return err

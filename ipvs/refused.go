@@ -32,7 +32,7 @@ type results struct {
 }
 
 // handleResults handles the results of changes of virtual servers. What has failed is undone in actual. A refusal is noted in tried, and a
-// virtual server that is not there any more, as an addition or change says, is made again; every other error is returned.
+// virtual server that is not there any more, as any change of it or of its real servers says, is made again; every other error is returned.
 func (e *engine) handleResults(c changes, errs []error) error {
 	refused, gone := map[ipvs.ServerID]error{}, set.Set[ipvs.ServerID]{}
 	others := false

@@ -19,7 +19,7 @@ import (
 func TestProveAgain(t *testing.T) {
 	const variable = "NODEPROXY_AGAIN" // set in the other process
 	isOther := os.Getenv(variable) != ""
-	first, all := number(t, "NODEPROXY_SCHEDULE", 0), fnv.New64a()
+	first, all, compared := number(t, "NODEPROXY_SCHEDULE", 0), fnv.New64a(), 0
 	for seed := first; seed < first+min(100, number(t, "NODEPROXY_SCHEDULES", 100)); seed++ {
 		s := drawSchedule(seed)
 		if isOther && s.mode == "ipvs" {
@@ -27,7 +27,8 @@ func TestProveAgain(t *testing.T) {
 		}
 		_, _, sum := s.run(t)
 		if s.mode != "ipvs" {
-			fmt.Fprint(all, sum)
+			fmt.Fprintln(all, sum)
+			compared++
 		}
 		if isOther {
 			continue
@@ -38,7 +39,7 @@ func TestProveAgain(t *testing.T) {
 	}
 	sum := fmt.Sprintf("the sum of what was written: %x", all.Sum64())
 	t.Log(sum)
-	if isOther {
+	if isOther || compared == 0 {
 		return
 	}
 	other := exec.Command(os.Args[0], "-test.v", "-test.timeout", "0", "-test.run", "^TestProveAgain$")

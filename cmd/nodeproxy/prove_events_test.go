@@ -208,8 +208,8 @@ func externalIP(service int, f plan.Family) netip.Addr {
 	return address(f, "203.0.113.%d", "2001:db8:113::%x", 10+service)
 }
 
-// balancerIP is an address that a load balancer may give to a Service.
-func balancerIP(service int, f plan.Family) netip.Addr {
+// loadBalancerIP is an address that a load balancer may give to a Service.
+func loadBalancerIP(service int, f plan.Family) netip.Addr {
 	return address(f, "203.0.113.%d", "2001:db8:113::%x", 110+service)
 }
 
@@ -225,7 +225,7 @@ func frontends(service, port int, f plan.Family) []netip.AddrPort {
 	number := uint16(80 + port)
 	return []netip.AddrPort{netip.AddrPortFrom(clusterIP(service, f), number), netip.AddrPortFrom(nodeAddress(f), nodePort(service, port)),
 		netip.AddrPortFrom(externalIP(service, f), number), netip.AddrPortFrom(externalIP((service+1)%services, f), number),
-		netip.AddrPortFrom(balancerIP(service, f), number), netip.AddrPortFrom(balancerIP((service+1)%services, f), number)}
+		netip.AddrPortFrom(loadBalancerIP(service, f), number), netip.AddrPortFrom(loadBalancerIP((service+1)%services, f), number)}
 }
 
 func nodePort(service, port int) uint16 { return uint16(30000 + 10*service + port) }
@@ -284,12 +284,12 @@ func (w *world) changeService(r *rand.Rand) string {
 		s.Spec.ExternalIPs, *s.Spec.InternalTrafficPolicy, s.Spec.ExternalTrafficPolicy, s.Spec.SessionAffinity)
 }
 
-// balancerRanges are source ranges: those of a client outside, of pods, of the node, and of none that sends anything.
-var balancerRanges = [][]string{{"198.51.100.0/24", "2001:db8:51::/48"}, {"10.244.0.0/16", "fd44::/32"}, {"192.0.2.0/24", "2001:db8::/64"},
+// sourceRanges are source ranges: those of a client outside, of pods, of the node, and of nobody who sends anything.
+var sourceRanges = [][]string{{"198.51.100.0/24", "2001:db8:51::/48"}, {"10.244.0.0/16", "fd44::/32"}, {"192.0.2.0/24", "2001:db8::/64"},
 	{"203.0.113.0/25", "2001:db8:113::/64"}}
 
-// changeLoadBalancer does what a controller of load balancers does, and the owner of a Service by the way: the Service is of type LoadBalancer, and
-// has addresses or loses them, and source ranges.
+// changeLoadBalancer does what a load balancer controller does, and what the owner of a Service does: it makes the Service one of type LoadBalancer,
+// and sets or removes its addresses and source ranges.
 func (w *world) changeLoadBalancer(r *rand.Rand) string {
 	i := r.IntN(services)
 	w.cluster.Lock()
@@ -318,12 +318,12 @@ func (w *world) changeLoadBalancer(r *rand.Rand) string {
 	for _, n := range of {
 		for _, f := range s.Spec.IPFamilies {
 			s.Status.LoadBalancer.Ingress = append(s.Status.LoadBalancer.Ingress,
-				v1.LoadBalancerIngress{IP: balancerIP(n, familyOf[f]).String(), IPMode: mode})
+				v1.LoadBalancerIngress{IP: loadBalancerIP(n, familyOf[f]).String(), IPMode: mode})
 		}
 	}
 	if r.IntN(2) == 0 {
 		for n := range 1 + r.IntN(2) {
-			s.Spec.LoadBalancerSourceRanges = append(s.Spec.LoadBalancerSourceRanges, balancerRanges[(r.IntN(len(balancerRanges))+n)%len(balancerRanges)]...)
+			s.Spec.LoadBalancerSourceRanges = append(s.Spec.LoadBalancerSourceRanges, sourceRanges[(r.IntN(len(sourceRanges))+n)%len(sourceRanges)]...)
 		}
 	}
 	w.rules.Lock()

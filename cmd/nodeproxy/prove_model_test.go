@@ -95,7 +95,8 @@ func (m model) decide(q plan.Packet, svc *v1.Service, port string, kind plan.Fro
 		return plan.Verdict{Action: plan.Reject}
 	}
 	ranges := svc.Spec.LoadBalancerSourceRanges
-	if kind == plan.LoadBalancerIP && len(ranges) > 0 && !slices.ContainsFunc(ranges, func(of string) bool { return netip.MustParsePrefix(of).Contains(q.Src) }) {
+	admits := func(r string) bool { return netip.MustParsePrefix(r).Contains(q.Src) }
+	if kind == plan.LoadBalancerIP && len(ranges) > 0 && !slices.ContainsFunc(ranges, admits) {
 		return plan.Verdict{Action: plan.Drop}
 	}
 	here := func(e discovery.Endpoint) bool { return *e.NodeName == "n1" }

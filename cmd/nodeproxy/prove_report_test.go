@@ -10,7 +10,7 @@ import (
 	"nodeproxy/plan"
 )
 
-// reports holds what probes and metrics say of a node that is in sync to what is so; "" if it is.
+// reports compares what probes and metrics say of a node that is in sync with what is true. It returns "" if they agree.
 func (w *world) reports(p *plan.Plan) (why string) {
 	for _, path := range []string{"/healthz", "/livez", "/readyz"} {
 		answer := httptest.NewRecorder()
@@ -53,15 +53,15 @@ func (w *world) reports(p *plan.Plan) (why string) {
 	for _, f := range plan.Families {
 		const sync = "kubeproxy_sync_proxy_rules_last_"
 		of := " ip_family=" + f.String()
-		if is[sync+"timestamp_seconds"+of] < is[sync+"queued_timestamp_seconds"+of] {
-			return fmt.Sprintf("by the metrics, a change of %s has come at %f, and the last sync was at %f", f, is[sync+"queued_timestamp_seconds"+of],
-				is[sync+"timestamp_seconds"+of])
+		queued, was := is[sync+"queued_timestamp_seconds"+of]
+		if done, is := is[sync+"timestamp_seconds"+of]; !was || !is || done < queued {
+			return fmt.Sprintf("by the metrics, a change of %s has come at %f (there: %t), and the last sync was at %f (there: %t)", f, queued, was, done, is)
 		}
 	}
 	return ""
 }
 
-// metrics returns the values of gauges and counters by name and labels, but for those that name the program.
+// metrics returns the values of gauges and counters by name and labels, without the labels that identify the program.
 func (w *world) metrics() (map[string]float64, error) {
 	families, err := w.daemon.metrics.Gatherer().Gather()
 	if err != nil {

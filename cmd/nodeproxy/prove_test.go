@@ -197,17 +197,22 @@ var onServerWords = regexp.MustCompile("^server [0-9]+ ")
 // packet gets to an address that is no endpoint, whoever had one throughout is never without, nothing of others' changes, and
 // what the program says of itself is true. NODEPROXY_SCHEDULES says how many schedules there are to be, NODEPROXY_SCHEDULE which is the
 // first, and NODEPROXY_MODE in which mode all of them are. One that fails is shrunk, and becomes a scenario. With NODEPROXY_SHRINK=no, it does
-// not, and the log has each that begins: what another program reads.
+// not, and the log has each that begins: what another program reads. NODEPROXY_COUNTS is a file to write to what happened how often.
 func TestProve(t *testing.T) {
 	first, n := number(t, "NODEPROXY_SCHEDULE", 0), number(t, "NODEPROXY_SCHEDULES", 30)
 	asItIs := os.Getenv("NODEPROXY_SHRINK") == "no"
-	began, happened := time.Now(), map[string]int{}
+	began, happened, done := time.Now(), map[string]int{}, 0
+	defer func() {
+		t.Logf("schedules %d from %d on, %.0f a minute", done, first, float64(done)/time.Since(began).Minutes())
+		writeCounts(t, happened, done)
+	}()
 	for seed := first; seed < first+n; seed++ {
 		s := drawSchedule(seed)
 		if asItIs {
 			t.Logf("schedule %d", seed)
 		}
 		failure, story, _ := s.run(t)
+		done++
 		for _, line := range story {
 			if !strings.HasPrefix(line, "#") {
 				happened[kindOf(line)]++
@@ -218,16 +223,38 @@ func TestProve(t *testing.T) {
 			if asItIs {
 				t.FailNow()
 			}
-			s = s.shrink(t)
-			failure, story, _ := s.run(t)
-			file := fmt.Sprintf("testdata/prove/%s-%d.txt", s.mode, seed)
-			require.NoError(t, os.WriteFile(file, []byte(s.text(story)), 0o644))
-			t.Fatalf("%s\n%s\nafter %d schedules; it is kept in %s", failure, s.text(story), seed-first+1, file)
+			s.keep(t, done)
 		}
 	}
-	t.Logf("schedules %d from %d on, %.0f a minute", n, first, float64(n)/time.Since(began).Minutes())
+}
+
+// keep shrinks a schedule that has failed, and makes a scenario of it if it fails again.
+func (s schedule) keep(t *testing.T, after int) {
+	s = s.shrink(t)
+	failure, story, _ := s.run(t)
+	if failure == "" {
+		t.Fatalf("after %d schedules; it does not fail again: try its seed with make prove", after)
+	}
+	t.Logf("%s\n%s\nafter %d schedules", failure, s.text(story), after)
+	file := fmt.Sprintf("testdata/prove/%s-%d.txt", s.mode, s.seed)
+	if err := os.WriteFile(file, []byte(s.text(story)), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	t.Fatalf("it is kept in %s", file)
+}
+
+// writeCounts writes how many schedules there were, and what happened in them how often, to the file that an environment variable names.
+func writeCounts(t *testing.T, happened map[string]int, schedules int) {
+	file := os.Getenv("NODEPROXY_COUNTS")
+	if file == "" {
+		return
+	}
+	text := fmt.Sprintf("%d schedules\n", schedules)
 	for _, kind := range slices.Sorted(maps.Keys(happened)) {
-		t.Logf("happened %d %s", happened[kind], kind) // hack/prove reads this.
+		text += fmt.Sprintf("%d %s\n", happened[kind], kind)
+	}
+	if err := os.WriteFile(file, []byte(text), 0o644); err != nil {
+		t.Error(err)
 	}
 }
 

@@ -59,7 +59,8 @@ type world struct {
 	silent   bool            // The API server may be back in time, or have sent an answer that does not end.
 	lost     map[string]bool // the names of objects of which a watch has lost something
 	pace     time.Duration
-	// troubled says that reading or writing rules has failed or been slow, and tampered that others have changed ours.
+	// troubled says that reading or writing rules has failed or been slow, and tampered that others have changed ours, or programs that a
+	// killed nodeproxy had started.
 	troubled, tampered bool
 
 	// life is that of the daemon whose configuration is in force, in a process that ends with ended's error.
@@ -87,7 +88,7 @@ type world struct {
 	usable map[plan.Key]set.Set[netip.AddrPort]
 	// foreign are the tables as others have left them.
 	foreign map[plan.Family]string
-	// balanced says that a load balancer has given an address to a Service.
+	// balanced says that changeLoadBalancer has happened. Before that, packets to addresses of load balancers would only take time.
 	balanced bool
 
 	trace   hash.Hash64
@@ -143,7 +144,8 @@ func newWorld(t *testing.T, seed uint64, mode, settings string) *world {
 	w := &world{seed: seed, cluster: apiservertest.NewCluster(random, 1+random.IntN(3)), began: time.Now(), steady: map[probe]bool{},
 		modes: provenModes[mode].modes, heeded: map[probe]bool{}, lost: map[string]bool{}, alike: map[plan.Family]bool{},
 		disturbed: map[plan.Family]time.Time{}, ever: map[netip.AddrPort]map[netip.AddrPort]bool{},
-		owners: map[netip.AddrPort]set.Set[plan.Key]{}, usable: map[plan.Key]set.Set[netip.AddrPort]{}, foreign: map[plan.Family]string{}, trace: fnv.New64a()}
+		owners: map[netip.AddrPort]set.Set[plan.Key]{}, usable: map[plan.Key]set.Set[netip.AddrPort]{}, foreign: map[plan.Family]string{},
+		trace: fnv.New64a()}
 	w.cluster.Travel = func(r apiservertest.Request) time.Duration {
 		return w.draw("travel "+r.Verb+r.Resource, 30*time.Millisecond)
 	}
@@ -229,7 +231,7 @@ func (w *world) look() {
 		return
 	}
 	for _, m := range w.daemon.monitor.node.Missing() {
-		if m.Condition != "fresh" { // It may be long that the API server has sent something.
+		if m.Condition != "fresh" { // The API server may have sent nothing for a long time.
 			w.fail("it says that no change waits, and that it is not ready: %s", m.Detail)
 		}
 	}

@@ -147,8 +147,13 @@ func realServers(v *ipvs.ActualServer, err error) (map[netip.AddrPort]ipvs.Actua
 // Apply is as that of ipvs.Servers.
 func (k Servers) Apply(ops []ipvs.Op) []error {
 	var errs []error
-	for _, op := range ops {
-		errs = append(errs, k.Do(op))
+	for i, op := range ops {
+		err := k.Do(op)
+		deleted := func(later ipvs.Op) bool { return later.Kind == ipvs.DeleteServer && later.Server.ID == op.Server.ID }
+		if op.Kind == ipvs.DeleteRealServer && errors.Is(err, unix.ESRCH) && slices.ContainsFunc(ops[i+1:], deleted) {
+			err = nil
+		}
+		errs = append(errs, err)
 	}
 	return errs
 }
@@ -157,7 +162,7 @@ var doing = [...]string{ipvs.AddServer: "add server", ipvs.UpdateServer: "update
 	ipvs.AddRealServer: "add real server", ipvs.UpdateRealServer: "update real server", ipvs.DeleteRealServer: "delete real server"}
 
 // Do carries out one change. Unless the Kernel is Exact, adding what exists changes it, changing a real server that is gone adds it, and removing
-// what is gone is no error, as with ipvs.Servers.
+// a virtual server or a real server that is gone is no error, as with ipvs.Servers.
 func (k Servers) Do(op ipvs.Op) error {
 	id, d := op.Server.ID, op.RealServer
 	v := k.Virtual[id]

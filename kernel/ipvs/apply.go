@@ -14,8 +14,9 @@ import (
 // OpKind says what an Op does.
 type OpKind uint8
 
-// The kinds of Op. Adding what exists updates it, updating a real server that is gone adds it, and deleting what is gone is no error. It is one
-// (ESRCH) to change a virtual server that is gone in any other way than by adding or deleting it, since all of its real servers are gone, too.
+// The kinds of Op. Adding what exists updates it, updating a real server that is gone adds it, and deleting what is gone is no error. Any other
+// change of a virtual server that is gone, or of its real servers, fails with ESRCH, since all of its real servers are gone, too; but for the
+// deletion of a real server where a later Op deletes the virtual server.
 const (
 	AddServer OpKind = iota
 	UpdateServer

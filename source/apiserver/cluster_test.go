@@ -122,7 +122,7 @@ func (c cluster) followServices(t *testing.T, answer roundTrip) (*follower, *wit
 	t.Cleanup(func() {
 		synctest.Wait()
 		if c.Open != 0 {
-			t.Errorf("%d watches are left", c.Open)
+			t.Errorf("%d answers have not ended", c.Open)
 		}
 	})
 	r := resources(Config{Client: answeredBy(t, answer), Log: slog.New(slog.DiscardHandler), Silence: DefaultSilence})[0]

@@ -276,7 +276,7 @@ func (w *witness) check(when string) {
 		w.t.Errorf("%s (restored: %t), it was told of %v, complete: %t; there is %v", when, w.cluster.Lost != nil, w.versions, w.complete, want)
 	}
 	if w.cluster.Open != 1 {
-		w.t.Errorf("%s, there are %d watches", when, w.cluster.Open)
+		w.t.Errorf("%s, %d answers have not ended", when, w.cluster.Open)
 	}
 }
 

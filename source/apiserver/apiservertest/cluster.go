@@ -124,8 +124,9 @@ const (
 	Troubles = int(invalid)
 )
 
-var troubleNames = [...]string{"refused", "closed", "timed out", "broken", "garbled", "hanging", "internal error", "too large version", "expired",
-	"too many requests", "forbidden", "unauthorized", "not found", "unavailable"}
+var troubleNames = map[Trouble]string{None: "none", Refused: "refused", Closed: "closed", TimedOut: "timed out", Broken: "broken", Garbled: "garbled",
+	Lasting: "lasting", InternalError: "internal error", TooLarge: "too large resource version", Expired: "expired",
+	TooManyRequests: "too many requests", Forbidden: "forbidden", Unauthorized: "unauthorized", NotFound: "not found", Unavailable: "unavailable"}
 
 func (t Trouble) String() string { return troubleNames[t] }
 
@@ -296,7 +297,7 @@ func (c *Cluster) RoundTrip(r *http.Request) (*http.Response, error) {
 	case r.Method != http.MethodGet:
 		return &http.Response{StatusCode: http.StatusCreated, Header: http.Header{"Content-Type": {"application/json"}}, Body: r.Body}, nil
 	case a.Verb == "list":
-		return c.list(r.Context(), s, a.Resource, q.Get("resourceVersion"), what), nil
+		return c.list(r.Context(), s, a.Resource, q.Get("resourceVersion"), what)
 	}
 	return c.watch(r.Context(), s, a, q.Get("resourceVersion"), what, random), nil
 }
@@ -337,14 +338,14 @@ func (c *Cluster) fresh(s *CachingServer, version int) bool {
 	return false
 }
 
-func (c *Cluster) list(ctx context.Context, s *CachingServer, resource, from string, what Trouble) *http.Response {
+func (c *Cluster) list(ctx context.Context, s *CachingServer, resource, from string, what Trouble) (*http.Response, error) {
 	version, _ := strconv.Atoi(from)
 	if !c.fresh(s, version) {
-		return Respond(TooLarge)
+		return Respond(TooLarge), nil
 	}
 	c.Lock()
 	defer c.Unlock()
-	as := s.Seen
+	as, ended := s.Seen, s.ended
 	if from == "" {
 		as = c.Version
 	}
@@ -352,10 +353,14 @@ func (c *Cluster) list(ctx context.Context, s *CachingServer, resource, from str
 	for _, o := range sorted(Objects(c.Log, resource, as)) {
 		items = append(items, o.Object)
 	}
-	pace := c.pace()
 	c.Unlock()
-	time.Sleep(time.Duration(len(items)) * pace)
-	c.Lock()
+	goesOn := true
+	for range items {
+		goesOn = goesOn && c.paced(ctx, ended)
+	}
+	if c.Lock(); !goesOn {
+		return nil, io.EOF
+	}
 	meta := c.resources[resource]
 	r := respond(http.StatusOK, map[string]any{"apiVersion": meta.APIVersion, "kind": meta.Kind + "List", "items": items,
 		"metadata": map[string]any{"resourceVersion": fmt.Sprint(as)}})
@@ -368,27 +373,36 @@ func (c *Cluster) list(ctx context.Context, s *CachingServer, resource, from str
 		out, in := io.Pipe()
 		r.Body = out
 		c.Open++
-		go c.hang(ctx, in)
+		go c.hang(ctx, ended, in)
 	}
-	return r
+	return r, nil
 }
 
-// pace returns how long an object of a list takes. The cluster is locked.
-func (c *Cluster) pace() time.Duration {
-	if c.Pace == nil {
-		return 0
+// paced waits as long as an object of a list takes. It returns false if the answer ends meanwhile.
+func (c *Cluster) paced(ctx context.Context, ended chan struct{}) bool {
+	c.Lock()
+	var pace time.Duration
+	if c.Pace != nil {
+		pace = c.Pace()
 	}
-	return c.Pace()
+	c.Unlock()
+	select {
+	case <-time.After(pace):
+		return true
+	case <-ended:
+	case <-ctx.Done():
+	}
+	return false
 }
 
-// hang sends nothing more for some seconds, and then ends the answer.
-func (c *Cluster) hang(ctx context.Context, in *io.PipeWriter) {
+// hang sends nothing for some seconds, and then breaks off the answer.
+func (c *Cluster) hang(ctx context.Context, ended chan struct{}, in *io.PipeWriter) {
 	select {
 	case <-ctx.Done():
-		_ = in.CloseWithError(ctx.Err())
+	case <-ended:
 	case <-time.After(20 * time.Second):
-		_ = in.CloseWithError(io.ErrUnexpectedEOF)
 	}
+	_ = in.CloseWithError(io.ErrUnexpectedEOF)
 	c.Lock()
 	defer c.Unlock()
 	c.Open--
@@ -447,7 +461,7 @@ func (c *Cluster) watch(ctx context.Context, s *CachingServer, a Request, from s
 
 func (c *Cluster) serve(ctx context.Context, w *watching, in *io.PipeWriter) {
 	defer context.AfterFunc(ctx, func() { _ = in.CloseWithError(ctx.Err()) })()
-	if !w.initial || c.sendFirst(w) {
+	if !w.initial || c.sendFirst(ctx, w) {
 		c.sendChanges(ctx, w)
 	}
 	switch w.what {
@@ -458,6 +472,7 @@ func (c *Cluster) serve(ctx context.Context, w *watching, in *io.PipeWriter) {
 	case Lasting:
 		select {
 		case <-ctx.Done():
+		case <-w.ended:
 		case <-time.After(20 * time.Second):
 		}
 	}
@@ -486,21 +501,13 @@ func (c *Cluster) bookmark(resource string, version int, annotations map[string]
 }
 
 // sendFirst sends all there is, and reports whether that was possible.
-func (c *Cluster) sendFirst(w *watching) bool {
+func (c *Cluster) sendFirst(ctx context.Context, w *watching) bool {
 	c.Lock()
 	w.after = w.Seen
 	all, streams := Objects(c.Log, w.resource, w.after), w.Streams
 	c.Unlock()
 	for _, o := range sorted(all) {
-		c.Lock()
-		pace := c.pace()
-		c.Unlock()
-		select {
-		case <-time.After(pace):
-		case <-w.ended:
-			return false
-		}
-		if !c.send(w, watch.Added, o.Object) {
+		if !c.paced(ctx, w.ended) || !c.send(w, watch.Added, o.Object) {
 			return false
 		}
 	}
