@@ -3,6 +3,7 @@ package e2e
 import (
 	"fmt"
 	"net/netip"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
@@ -167,7 +168,7 @@ func TestIPVSModeSwitch(t *testing.T) {
 }
 
 // TestIPVSLeavingEndsWithConnections: what mode ipvs has left goes soon after the last connection that needs it has ended,
-// long before the grace period has. Virtual servers without connections do not wait for others.
+// long before the grace period has. Until then, virtual servers take no new connections.
 func TestIPVSLeavingEndsWithConnections(t *testing.T) {
 	inWorld(t, func(t *testing.T, w *harness.World, variant harness.Variant) {
 		manyServices(t, w)
@@ -179,15 +180,9 @@ func TestIPVSLeavingEndsWithConnections(t *testing.T) {
 		s.start(t, harness.IPTables, "--ipvs-graceful-period=1h")
 		time.Sleep(4 * time.Second) // What drains is looked at each second, and this is to stay.
 		assert.NoError(t, c.Echo("line"), "after four seconds")
-		var left []string
-		for _, line := range strings.Split(virtualServers(t, w), "\n") {
-			if strings.HasPrefix(line, "-A ") {
-				left = append(left, line)
-			}
-		}
-		if len(left) != 1 || !strings.Contains(left[0], clusterIP(1, 4).String()) {
-			t.Errorf("virtual servers left: %q, want that with a connection, %s", left, clusterIP(1, 4))
-		}
+		left := virtualServers(t, w)
+		assert.Regexp(t, "(?m)^-a -t "+regexp.QuoteMeta(clusterIP(1, 4).String())+" .* -w 0$", left, "the virtual server with a connection")
+		assert.NotRegexp(t, "(?m)^-a .* -w [1-9]", left, "virtual servers that take new connections")
 		c.Abort() // IPVS remembers it for ten seconds
 		eventually(t, "nothing of mode ipvs is left", func() error {
 			if left := s.left(t); left != "" {
