@@ -377,6 +377,7 @@ func (w *world) send(q probe, rules *packetsim.Machine) {
 	_, disturbed := w.disturbed[plan.FamilyOf(q.to.Addr())]
 	_, tables := w.rules.(*xtablesRules)
 	misled := disturbed && !tables // Others may have changed to which endpoint an element leads, or added a real server.
+	led := strings.Contains(w.foreign[plan.FamilyOf(q.to.Addr())], stolen) // by rules of others, to Services that had the address once
 	outcomes, err := rules.Trace(q.packet(), thisNode)
 	if err != nil {
 		w.fail("packet %s: %v", q.packet(), err)
@@ -386,7 +387,7 @@ func (w *world) send(q probe, rules *packetsim.Machine) {
 		switch {
 		case o.DNAT && !w.ever[q.to][o.Dst] && !misled:
 			w.fail("packet %s gets to %s, which has never been an endpoint", q.packet(), o.Dst)
-		case o.DNAT && !w.allowed(q.to, o.Dst) && !disturbed:
+		case o.DNAT && !w.allowed(q.to, o.Dst) && !disturbed && !led:
 			w.fail("packet %s gets to %s, which is no endpoint any more", q.packet(), o.Dst)
 		case w.steady[q] && (!o.DNAT || o.Action != packetsim.Accept):
 			w.fail("packet %s: %s, though there has been an endpoint all the time\n%s", q.packet(), o, strings.Join(o.Rules(), "\n"))
