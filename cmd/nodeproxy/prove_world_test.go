@@ -91,6 +91,7 @@ type world struct {
 	// balanced says that changeLoadBalancer has happened. Before that, packets to addresses of load balancers would only take time.
 	balanced bool
 
+	tracing sync.Mutex // guards trace
 	trace   hash.Hash64
 	failure string
 }
@@ -178,6 +179,8 @@ func (w *world) draw(what string, limit time.Duration) time.Duration {
 
 // note adds to the trace.
 func (w *world) note(format string, args ...any) {
+	w.tracing.Lock()
+	defer w.tracing.Unlock()
 	fmt.Fprintf(w.trace, "%v "+format+"\n", append([]any{time.Since(w.began)}, args...)...)
 }
 
@@ -376,7 +379,7 @@ func (w *world) changed(f plan.Family, by ruleWriter, input string) {
 func (w *world) send(q probe, rules *packetsim.Machine) {
 	_, disturbed := w.disturbed[plan.FamilyOf(q.to.Addr())]
 	_, tables := w.rules.(*xtablesRules)
-	misled := disturbed && !tables // Others may have changed to which endpoint an element leads, or added a real server.
+	misled := disturbed && !tables                                         // Others may have changed to which endpoint an element leads, or added a real server.
 	led := strings.Contains(w.foreign[plan.FamilyOf(q.to.Addr())], stolen) // by rules of others, to Services that had the address once
 	outcomes, err := rules.Trace(q.packet(), thisNode)
 	if err != nil {
