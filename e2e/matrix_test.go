@@ -141,6 +141,7 @@ func (m *matrix) ask(c cell) string {
 	}
 	seen := map[string]int{}
 	for i := 0; i < mostRequests && (i < m.least || !m.any && len(seen) < len(want)); i++ {
+		fallOutOfStep(i)
 		a := c.client.Ask(c.network, c.to, harness.Patient)
 		if a.Outcome != harness.Answered {
 			return fmt.Sprintf("request %d: %v, want an answer from one of %v", i+1, a, want)

@@ -3,6 +3,7 @@ package e2e
 import (
 	"fmt"
 	"math"
+	"math/rand/v2"
 	"net/netip"
 	"slices"
 	"sync"
@@ -38,11 +39,20 @@ func frontends(w *harness.World, number, family int) []netip.AddrPort {
 		clusterIP(number, family), nodePort(w.Node1().IP(family), number), vip(number, family), externalIP(number, family)}
 }
 
+// fallOutOfStep waits for a random time before requests that usually need not be made. Where two clients ask in turns, and the endpoints take turns,
+// too, each client would get the same one for ever.
+func fallOutOfStep(request int) {
+	if request >= leastRequests {
+		time.Sleep(rand.N(10 * time.Millisecond)) // It only makes the order of requests random.
+	}
+}
+
 // serversOf asks until all wanted servers have answered, and a few times more than that would take by chance, and
 // returns an error if another one answers, one of them never does, or a request fails.
 func serversOf(client *harness.Host, network string, to netip.AddrPort, want ...string) error {
 	seen := map[string]int{}
 	for i := 0; i < mostRequests && (i < leastRequests || len(seen) < len(want)); i++ {
+		fallOutOfStep(i)
 		a := client.Ask(network, to, harness.Patient)
 		if a.Outcome != harness.Answered || !slices.Contains(want, a.Server) {
 			return fmt.Errorf("%s from %s to %s, request %d: %v, want an answer from one of %v",
