@@ -40,7 +40,7 @@ func (e *engine) CompareBeside(ctx context.Context) (found drift.Found, again bo
 			return found, true, err
 		}
 	}
-	kernel, closeAll, err := e.machine.beside()
+	kernel, closeAll, err := e.machine.beside(e.knownRealServers)
 	if err != nil {
 		return found, true, err
 	}
@@ -283,6 +283,19 @@ func (v *actualServer) is(o *actualServer) bool {
 	return v.Server == o.Server && slices.EqualFunc(v.realServers, o.realServers, func(a, b actualRealServer) bool {
 		return a.RealServer == b.RealServer
 	})
+}
+
+// knownRealServers returns how many real servers a virtual server has as far as is known.
+func (e *engine) knownRealServers(id ipvs.ServerID) int {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.actual == nil {
+		return 0
+	}
+	if v := e.actual.servers.Get(id); v != nil {
+		return len(v.realServers)
+	}
+	return 0
 }
 
 // isLike is is of a virtual server that was read.

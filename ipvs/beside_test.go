@@ -27,7 +27,7 @@ import (
 // beside has an engine read beside syncs by lists in two parts, and calls during before each part. It returns how many are open.
 func beside(e *engine, k *ipvstest.Kernel, during func()) (open func() int) {
 	n := 0
-	e.machine.reader = func() (Reader, error) {
+	e.machine.reader = func(func(ipvs.ServerID) int) (Reader, error) {
 		n++
 		p := parts{during}
 		return Reader{serversInParts{ipvstest.Servers{Kernel: k}, p}, setsInParts{ipvstest.Sets{Kernel: k}, p},

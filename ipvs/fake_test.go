@@ -8,6 +8,7 @@ import (
 
 	"nodeproxy/internal/set"
 	"nodeproxy/ipvs/ipvstest"
+	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 	"nodeproxy/plan/packetsim"
 	"nodeproxy/plan/packetsim/restore"
@@ -34,7 +35,7 @@ func engineOver(k *ipvstest.Kernel, o Options) *engine {
 	return &engine{family: k.Family, options: o, grace: testGrace, log: slog.New(slog.DiscardHandler), machine: machine{
 		servers: v, sets: s, device: d, ports: ipvstest.Ports{Kernel: k}, tables: ipvstest.Tables{Kernel: k},
 		host:   func(plan.Family) (set.Set[netip.Addr], error) { return maps.Clone(k.HostAddrs), nil },
-		reader: func() (Reader, error) { return Reader{v, s, d, func() {}}, nil },
+		reader: func(func(ipvs.ServerID) int) (Reader, error) { return Reader{v, s, d, func() {}}, nil },
 	}}
 }
 

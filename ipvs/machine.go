@@ -29,7 +29,7 @@ type machine struct {
 	// host lists the addresses of all other interfaces.
 	host func(plan.Family) (set.Set[netip.Addr], error)
 	// reader is as in Node.
-	reader func() (Reader, error)
+	reader func(expected func(ipvs.ServerID) int) (Reader, error)
 }
 
 // Reader reads beside syncs.
@@ -41,7 +41,7 @@ type Reader struct {
 }
 
 // openReader opens servers, sets and the device by sockets of their own.
-func openReader(v *ipvs.Servers) (Reader, error) {
+func openReader(v *ipvs.Servers, expected func(ipvs.ServerID) int) (Reader, error) {
 	servers, err := v.Another()
 	if err != nil {
 		return Reader{}, err
@@ -56,21 +56,26 @@ func openReader(v *ipvs.Servers) (Reader, error) {
 		_, _ = servers.Close(), sets.Close()
 		return Reader{}, cmp.Or(err, errNoDevice)
 	}
-	return Reader{glances{servers}, sets, device, func() { _, _, _ = servers.Close(), sets.Close(), device.Close() }}, nil
+	return Reader{glances{servers, expected}, sets, device, func() { _, _, _ = servers.Close(), sets.Close(), device.Close() }}, nil
 }
 
 // beside returns servers, sets and the device to read beside syncs.
-func (m machine) beside() (machine, func(), error) {
-	r, err := m.reader()
+func (m machine) beside(expected func(ipvs.ServerID) int) (machine, func(), error) {
+	r, err := m.reader(expected)
 	return machine{servers: r.Servers, sets: r.Sets, device: r.Device}, r.Close, err
 }
 
 var errNoDevice = errors.New("another program has removed interface " + names.Device)
 
 // glances are servers that are listed once only: see EachOnce.
-type glances struct{ *ipvs.Servers }
+type glances struct {
+	*ipvs.Servers
+	expected func(ipvs.ServerID) int
+}
 
-func (g glances) Each(f plan.Family, each func(*ipvs.ActualServer)) error { return g.EachOnce(f, each) }
+func (g glances) Each(f plan.Family, each func(*ipvs.ActualServer)) error {
+	return g.EachOnce(f, g.expected, each)
+}
 
 // read reads what there is of a family, where m has the means. A virtual server for which known, unless it is nil, returns one, is read as
 // that: most are as they were, and a copy of each would take more memory than all else.
@@ -140,6 +145,9 @@ func (h *actual) readSet(s ipsets, id setID, f plan.Family) error {
 		m := member{id, e}
 		list[m.key()] = m.marked()
 	})
+	if len(h.members) == 0 { // One set has nearly all entries.
+		h.members, list = list, nil
+	}
 	maps.Copy(h.members, list)
 	h.sets[id] = err == nil
 	return err

@@ -62,7 +62,7 @@ func (e *engine) count(r *reading, c counts, sizes map[string]int, all bool) (n 
 	want := e.numbers(r)
 	var servers map[ipvs.ServerID]int // nil if as many are there as should be
 	if c != nil {
-		if servers, err = e.countServers(c, all, r.marks, want); err != nil {
+		if servers, err = e.countServers(r, c, all, want); err != nil {
 			return n, err
 		}
 	}
@@ -83,25 +83,32 @@ func (e *engine) count(r *reading, c counts, sizes map[string]int, all bool) (n 
 
 // countServers returns how many real servers each virtual server has, or nil if as many are there as should be. Unless it is to look at
 // all, it looks at real servers only if there is another number of virtual servers than there should be beside those of other programs.
-func (e *engine) countServers(c counts, all bool, marks marks, want numbers) (map[ipvs.ServerID]int, error) {
+func (e *engine) countServers(r *reading, c counts, all bool, want numbers) (map[ipvs.ServerID]int, error) {
 	if there, err := c.Servers(); err != nil || !all && there == want.servers+e.foreignServers {
 		return nil, err
 	}
 	have, foreign := numbers{}, 0
 	err := c.Read(func(id ipvs.ServerID, realServers int) {
-		if marks.foreign(id, e.exclude) {
+		if r.marks.foreign(id, e.exclude) {
 			foreign++
 			return
 		}
 		have.servers++
 		have.realServers += realServers
 	})
-	if e.foreignServers = foreign; err != nil || have.servers == want.servers && have.realServers == want.realServers {
+	if e.foreignServers = foreign; err != nil || have.servers == want.servers && have.realServers == want.realServers || !e.current(r) {
 		return nil, err
 	}
 	servers := map[ipvs.ServerID]int{}
 	err = c.Read(func(id ipvs.ServerID, realServers int) { servers[id] = realServers })
 	return servers, err
+}
+
+// current reports whether no sync has changed anything since a reading began.
+func (e *engine) current(r *reading) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.valid(r) && r.changed.empty()
 }
 
 // samples is how many virtual servers of a family in which they can't be counted are looked at instead.
@@ -261,7 +268,7 @@ func (e *engine) readNamed(n named, now *actual) (again bool, err error) {
 	if n.sets == [setCount]bool{} {
 		return false, nil
 	}
-	kernel, closeAll, err := e.machine.beside()
+	kernel, closeAll, err := e.machine.beside(e.knownRealServers)
 	if err != nil {
 		return true, err
 	}

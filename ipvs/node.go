@@ -33,8 +33,8 @@ type Node struct {
 	// Host lists the addresses of all other interfaces, and WatchHost calls changed when these have changed, until ctx ends.
 	Host      func(plan.Family) (set.Set[netip.Addr], error)
 	WatchHost func(ctx context.Context, quiet time.Duration, changed func()) error
-	// Reader opens what reads beside syncs.
-	Reader func() (Reader, error)
+	// Reader opens what reads beside syncs. expected returns how many real servers a virtual server probably has.
+	Reader func(expected func(ipvs.ServerID) int) (Reader, error)
 	// What these return follows changes until a context ends: of the interface, of tables of nftables and of rules.
 	WatchDevice func() (func(context.Context, func(host.DeviceChange)), error)
 	WatchTables func() (func(context.Context, func(plan.Family)), error)
@@ -60,7 +60,7 @@ type virtualServers interface {
 	servers
 	HasScheduler(name string) bool
 	SetTimeouts(tcp, tcpFin, udp time.Duration) error
-	Stats() (map[ipvs.ServerID]ipvs.Traffic, error)
+	Stats(turn int, each func(ipvs.ServerID, ipvs.Traffic)) error
 }
 
 // Device is the interface with the addresses of Services. host.Device implements it.
@@ -151,7 +151,7 @@ func (n *Node) openServers() error {
 	s, err := ipvs.OpenServers()
 	if err == nil {
 		n.Servers, n.closers = s, append(n.closers, s)
-		n.Reader = func() (Reader, error) { return openReader(s) }
+		n.Reader = func(expected func(ipvs.ServerID) int) (Reader, error) { return openReader(s, expected) }
 	}
 	return err
 }

@@ -145,7 +145,7 @@ func (b *Backend) differs(p *prober) string {
 		}
 		defer e.endReading(r)
 		readings[i], families[e.family] = r, true
-		e.fingerprint(r, &want)
+		want += e.fingerprint(r)
 	}
 	skip := func(id ipvs.ServerID) bool {
 		return id.Mark == 0 && !families[id.Family] || readings[0].marks.foreign(id, b.Engines[0].exclude)
@@ -187,18 +187,26 @@ func (b *Backend) othersDiffer() string {
 	return ""
 }
 
-// fingerprint adds all virtual servers.
-func (e *engine) fingerprint(r *reading, f *ipvs.Fingerprint) {
+// fingerprint returns that of all virtual servers that are known. It looks at them again only after changes.
+func (e *engine) fingerprint(r *reading) ipvs.Fingerprint {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	pause := e.pausing(r)
+	if e.printedAt == e.version && e.printed != nil {
+		return *e.printed
+	}
+	var f ipvs.Fingerprint
+	at, pause := e.version, e.pausing(r)
 	for v := range r.known.servers.Clone().All() {
 		f.Add(v.Server)
 		for _, d := range v.realServers {
 			f.AddRealServer(v.Server, d.RealServer)
 		}
 		if !pause() {
-			return
+			break
 		}
 	}
+	if at == e.version { // Otherwise the reading is void.
+		e.printed, e.printedAt = &f, at
+	}
+	return f
 }

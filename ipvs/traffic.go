@@ -3,6 +3,7 @@ package ipvs
 import (
 	"context"
 	"fmt"
+	"hash/maphash"
 	"iter"
 	"maps"
 	"sync"
@@ -17,20 +18,37 @@ import (
 // The kernel counts by virtual server, from zero whenever it makes one, and a ServicePort has several. The value of a ServicePort
 // is the sum of the increases of its servers, so it does not fall when one of them is made again; only what that one counted after
 // it was last read is lost. Connections and packets from clients include those for which a scheduler found no endpoint.
+//
+// There may be tens of thousands, which are read with each scrape. So what is kept is named by hashes, and nothing is listed in between.
 type TrafficReader struct {
 	engines []*engine
-	stats   func() (map[ipvs.ServerID]ipvs.Traffic, error)
+	stats   func(turn int, each func(ipvs.ServerID, ipvs.Traffic)) error
+	seed    maphash.Seed
 
-	mu    sync.Mutex
-	last  map[ipvs.ServerID]ipvs.Traffic
-	total map[plan.Key]plan.Traffic
+	mu      sync.Mutex
+	reading uint32              // the number of the last reading
+	servers map[uint64]*counted // by the hash of the ID
+	sums    map[uint64]*sum     // by the hash of the key
+}
+
+// counted is what is known of a virtual server.
+type counted struct {
+	of           *sum
+	last         ipvs.Traffic
+	wanted, read uint32 // the last readings in which a ServicePort had it, and the kernel
+}
+
+// sum is what has gone through a ServicePort.
+type sum struct {
+	ipvs.Traffic
+	wanted uint32 // the last reading in which it was there
 }
 
 // Traffic returns a reader of the backend's counters. It may be used beside Sync, and after Close.
 func (b *Backend) Traffic() *TrafficReader { return newTrafficReader(b.Engines, b.node.Servers.Stats) }
 
-func newTrafficReader(engines []*engine, stats func() (map[ipvs.ServerID]ipvs.Traffic, error)) *TrafficReader {
-	return &TrafficReader{engines: engines, stats: stats, last: map[ipvs.ServerID]ipvs.Traffic{}, total: map[plan.Key]plan.Traffic{}}
+func newTrafficReader(engines []*engine, stats func(int, func(ipvs.ServerID, ipvs.Traffic)) error) *TrafficReader {
+	return &TrafficReader{engines: engines, stats: stats, seed: maphash.MakeSeed(), servers: map[uint64]*counted{}, sums: map[uint64]*sum{}}
 }
 
 // Traffic implements metrics.TrafficReader. It dumps all virtual servers, which takes less than 0.1 s for 10,000 of them, and
@@ -39,64 +57,40 @@ func (r *TrafficReader) Traffic(ctx context.Context) iter.Seq2[plan.Traffic, err
 	return func(yield func(plan.Traffic, error) bool) {
 		r.mu.Lock()
 		defer r.mu.Unlock()
-		servers := map[plan.Key][]ipvs.ServerID{}
+		r.reading++
+		var ports []*plan.ServicePort
 		complete := true
 		for _, e := range r.engines {
-			if err := e.serversOf(ctx, servers); err != nil {
+			err := e.expect(ctx, r, &ports)
+			if err != nil {
 				complete = false
 				if !yield(plan.Traffic{}, err) {
 					return
 				}
 			}
 		}
-		now, err := r.stats()
-		if err != nil {
+		if err := r.read(); err != nil {
 			yield(plan.Traffic{}, err)
 			return
 		}
-		r.add(servers, now)
 		if complete {
-			maps.DeleteFunc(r.total, func(key plan.Key, _ plan.Traffic) bool { return servers[key] == nil })
+			maps.DeleteFunc(r.servers, func(_ uint64, c *counted) bool { return c.wanted != r.reading })
+			maps.DeleteFunc(r.sums, func(_ uint64, s *sum) bool { return s.wanted != r.reading })
 		}
-		for key := range servers {
-			if !yield(r.total[key], nil) {
+		for _, sp := range ports {
+			t := r.sumOf(sp.Key).Traffic
+			if !yield(plan.Traffic{
+				Key: sp.Key, Connections: int64(t.Connections),
+				PacketsIn: int64(t.PacketsIn), PacketsOut: int64(t.PacketsOut), BytesIn: int64(t.BytesIn), BytesOut: int64(t.BytesOut),
+			}, nil) {
 				return
 			}
 		}
 	}
 }
 
-// add adds to the sum of each ServicePort what its servers have counted since the last time.
-func (r *TrafficReader) add(servers map[plan.Key][]ipvs.ServerID, now map[ipvs.ServerID]ipvs.Traffic) {
-	maps.DeleteFunc(r.last, func(id ipvs.ServerID, _ ipvs.Traffic) bool { _, exists := now[id]; return !exists })
-	for key, ids := range servers {
-		sum := r.total[key]
-		sum.Key = key
-		for _, id := range ids {
-			if t, exists := now[id]; exists {
-				add(&sum, r.last[id], t)
-				r.last[id] = t
-			}
-		}
-		r.total[key] = sum
-	}
-}
-
-// add adds the increase of counters; if one has fallen, the server is a new one, and all of its count is new.
-func add(sum *plan.Traffic, from, to ipvs.Traffic) {
-	if to.Connections < from.Connections || to.PacketsIn < from.PacketsIn || to.PacketsOut < from.PacketsOut ||
-		to.BytesIn < from.BytesIn || to.BytesOut < from.BytesOut {
-		from = ipvs.Traffic{}
-	}
-	sum.Connections += int64(to.Connections - from.Connections)
-	sum.PacketsIn += int64(to.PacketsIn - from.PacketsIn)
-	sum.PacketsOut += int64(to.PacketsOut - from.PacketsOut)
-	sum.BytesIn += int64(to.BytesIn - from.BytesIn)
-	sum.BytesOut += int64(to.BytesOut - from.BytesOut)
-}
-
-// serversOf adds the virtual servers of each ServicePort.
-func (e *engine) serversOf(ctx context.Context, into map[plan.Key][]ipvs.ServerID) error {
+// expect notes the virtual servers of each ServicePort, and appends the ServicePorts, some of which have none.
+func (e *engine) expect(ctx context.Context, r *TrafficReader, ports *[]*plan.ServicePort) error {
 	if err := e.mu.LockContext(ctx); err != nil {
 		return fmt.Errorf("reading traffic of %s: %w", e.family, err)
 	}
@@ -105,10 +99,71 @@ func (e *engine) serversOf(ctx context.Context, into map[plan.Key][]ipvs.ServerI
 		return fmt.Errorf("reading traffic of %s: the virtual servers are not known until the next sync", e.family)
 	}
 	for sp := range e.desired.services.All() {
-		into[sp.Key] = []ipvs.ServerID{} // Some ServicePorts have no virtual servers.
+		*ports = append(*ports, sp)
+		r.sumOf(sp.Key).wanted = r.reading
 	}
 	for id, w := range e.desired.servers {
-		into[w.sp.Key] = append(into[w.sp.Key], id)
+		hash := maphash.Comparable(r.seed, id)
+		c := r.servers[hash]
+		if c == nil {
+			c = &counted{}
+			r.servers[hash] = c
+		}
+		c.of, c.wanted = r.sumOf(w.sp.Key), r.reading
 	}
 	return nil
+}
+
+// sumOf returns the sum of a ServicePort.
+func (r *TrafficReader) sumOf(k plan.Key) *sum {
+	hash := maphash.Comparable(r.seed, k)
+	s := r.sums[hash]
+	if s == nil {
+		s = &sum{}
+		r.sums[hash] = s
+	}
+	return s
+}
+
+// read adds to the sum of each ServicePort what its servers have counted since the last time. As servers may be missing from a dump that are
+// there, one that has counted is made anew, or gone, only if it is missing from two that are divided at different places.
+func (r *TrafficReader) read() error {
+	for turn := range 2 {
+		err := r.stats(turn, func(id ipvs.ServerID, t ipvs.Traffic) {
+			c := r.servers[maphash.Comparable(r.seed, id)]
+			if c == nil || c.wanted != r.reading {
+				return
+			}
+			c.of.increase(c.last, t)
+			c.last, c.read = t, r.reading
+		})
+		if err != nil {
+			return err
+		}
+		missing := false
+		for _, c := range r.servers {
+			if c.wanted == r.reading && c.read != r.reading && c.last != (ipvs.Traffic{}) {
+				if missing = true; turn > 0 {
+					c.last = ipvs.Traffic{}
+				}
+			}
+		}
+		if !missing {
+			return nil
+		}
+	}
+	return nil
+}
+
+// increase adds the increase of counters; if one has fallen, the server is a new one, and all of its count is new.
+func (s *sum) increase(from, to ipvs.Traffic) {
+	if to.Connections < from.Connections || to.PacketsIn < from.PacketsIn || to.PacketsOut < from.PacketsOut ||
+		to.BytesIn < from.BytesIn || to.BytesOut < from.BytesOut {
+		from = ipvs.Traffic{}
+	}
+	s.Connections += to.Connections - from.Connections
+	s.PacketsIn += to.PacketsIn - from.PacketsIn
+	s.PacketsOut += to.PacketsOut - from.PacketsOut
+	s.BytesIn += to.BytesIn - from.BytesIn
+	s.BytesOut += to.BytesOut - from.BytesOut
 }

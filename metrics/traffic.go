@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	dto "github.com/prometheus/client_model/go"
 
 	"nodeproxy/plan"
 )
@@ -127,20 +128,39 @@ func busier(a, b plan.Traffic) int {
 	)
 }
 
+// series is a counter of a ServicePort. Those of one share their labels: with five for each of a thousand, labels of their own would take
+// megabytes at each scrape.
+type series struct {
+	metric
+	value  float64
+	labels []*dto.LabelPair // in the order of their names
+}
+
+// Desc implements prometheus.Metric.
+func (s *series) Desc() *prometheus.Desc { return s.metric.Desc }
+
+// Write implements prometheus.Metric.
+func (s *series) Write(out *dto.Metric) error {
+	out.Label, out.Counter = s.labels, &dto.Counter{Value: &s.value}
+	return nil
+}
+
+// inward and outward are the values of a label whose name comes before those of all others.
+var inward, outward = &dto.LabelPair{Name: new("direction"), Value: new("in")}, &dto.LabelPair{Name: new("direction"), Value: new("out")}
+
 func (m *trafficMetrics) send(ch chan<- prometheus.Metric, t *plan.Traffic) {
 	k := t.Key
-	labels := []string{k.Service.Namespace, k.Service.Name, k.Port, string(k.Protocol), k.Family.String()}
-	for _, v := range []struct {
-		metric
-		value     int64
-		direction []string
-	}{
-		{m.connections, t.Connections, nil},
-		{m.packets, t.PacketsIn, []string{"in"}}, {m.packets, t.PacketsOut, []string{"out"}},
-		{m.bytes, t.BytesIn, []string{"in"}}, {m.bytes, t.BytesOut, []string{"out"}},
-	} {
-		if v.value != plan.NotCounted {
-			v.send(ch, float64(v.value), slices.Concat(labels, v.direction)...)
+	plain := prometheus.MakeLabelPairs(m.connections.Desc, []string{
+		k.Service.Namespace, k.Service.Name, k.Port, string(k.Protocol), k.Family.String()})
+	in, out := append([]*dto.LabelPair{inward}, plain...), append([]*dto.LabelPair{outward}, plain...)
+	all := [...]series{
+		{m.connections, float64(t.Connections), plain},
+		{m.packets, float64(t.PacketsIn), in}, {m.packets, float64(t.PacketsOut), out},
+		{m.bytes, float64(t.BytesIn), in}, {m.bytes, float64(t.BytesOut), out},
+	}
+	for i := range all {
+		if all[i].value != plan.NotCounted {
+			ch <- &all[i]
 		}
 	}
 }

@@ -138,3 +138,19 @@ func (f readerFunc) Traffic(context.Context) iter.Seq2[plan.Traffic, error] {
 	f()
 	return fakeTraffic(nil).Traffic(context.Background())
 }
+
+// BenchmarkScrapeTraffic is a scrape of the traffic of 10,000 ServicePorts, of which 1,000 have metrics.
+func BenchmarkScrapeTraffic(b *testing.B) {
+	var all fakeTraffic
+	for i := range 10_000 {
+		all = append(all, plan.Traffic{Key: testKey(fmt.Sprintf("service-%05d", i), plan.IPv4), Connections: 1, BytesIn: int64(i)})
+	}
+	s := New(Config{Mode: ipvs})
+	s.CollectTraffic(all, 1000)
+	b.ReportAllocs()
+	for b.Loop() {
+		if _, err := s.registry.Gather(); err != nil {
+			b.Fatal(err)
+		}
+	}
+}

@@ -99,7 +99,7 @@ func (v *ipvsRules) node(p *ipvstest.Process) *ipvs.Node {
 				}
 			}, nil
 		},
-		Reader: func() (ipvs.Reader, error) {
+		Reader: func(func(kernel.ServerID) int) (ipvs.Reader, error) {
 			return ipvs.Reader{Servers: ipvstest.ProcessServers{Process: p, Once: true}, Sets: ipvstest.ProcessSets{Process: p},
 				Device: ipvstest.ProcessDevice{Process: p}, Close: func() {}}, nil
 		},

@@ -7,6 +7,9 @@ import (
 	"slices"
 	"time"
 
+	discovery "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
 	"nodeproxy/e2e/machine"
 	"nodeproxy/e2e/probe"
 )
@@ -27,6 +30,53 @@ func steady(ctx context.Context, b *bench, n *node, _ int) {
 	n.figures["churned"] = float64(now)
 }
 
+// arrival is when a client learned of a new endpoint.
+type arrival struct {
+	endpoint netip.Addr
+	at       time.Time
+}
+
+// watch begins to watch EndpointSlices, with room for so many arrivals of first endpoints: what a client that does nothing else waits for is
+// the API server, and a processor, not a proxy.
+func (b *bench) watch(ctx context.Context, count int) (arrivals <-chan arrival, stop func()) {
+	api := b.controlPlane.Admin.DiscoveryV1().EndpointSlices(namespace)
+	now := must(api.List(ctx, metav1.ListOptions{Limit: 1}))
+	w := must(api.Watch(ctx, metav1.ListOptions{ResourceVersion: now.ResourceVersion}))
+	out := make(chan arrival, count)
+	go func() {
+		defer close(out)
+		for event := range w.ResultChan() {
+			slice, is := event.Object.(*discovery.EndpointSlice)
+			if !is || len(slice.Endpoints) == 0 {
+				continue
+			}
+			if a, err := netip.ParseAddr(slice.Endpoints[0].Addresses[0]); err == nil {
+				out <- arrival{a, time.Now()}
+			}
+		}
+	}()
+	return out, w.Stop
+}
+
+// watched returns when each of these changes arrived, from when it was made.
+func watched(arrivals <-chan arrival, begun map[netip.Addr]time.Time, limit time.Duration) (took []time.Duration, err error) {
+	late := time.After(limit)
+	for len(took) < len(begun) {
+		select {
+		case a, open := <-arrivals:
+			if !open {
+				return nil, fmt.Errorf("a watch ended after %d of %d changes", len(took), len(begun))
+			}
+			if made, is := begun[a.endpoint]; is {
+				took = append(took, a.at.Sub(made))
+			}
+		case <-late:
+			return nil, fmt.Errorf("a watch had %d of %d changes: %w (%s)", len(took), len(begun), probe.ErrLate, limit)
+		}
+	}
+	return took, nil
+}
+
 // paced makes changes as bench.change does, but b.rate times a second, whether the change before has taken effect or not.
 func (b *bench) paced(ctx context.Context, n *node, series string) {
 	count := int(b.rateDuration.Seconds() * float64(b.options.rate))
@@ -34,6 +84,9 @@ func (b *bench) paced(ctx context.Context, n *node, series string) {
 	failed := make(chan error, count)
 	over := make(chan struct{}) // Where one comes too late, others may be left to make.
 	defer close(over)
+	begun := map[netip.Addr]time.Time{}
+	arrivals, stop := b.watch(ctx, count)
+	defer stop()
 	go func() {
 		defer close(made)
 		tick := time.NewTicker(time.Second / time.Duration(b.options.rate))
@@ -50,6 +103,7 @@ func (b *bench) paced(ctx context.Context, n *node, series string) {
 				return
 			}
 			now := time.Now()
+			begun[s.endpoints[0]] = now
 			made <- &outstanding{service: s, endpoint: s.endpoints[0], begun: now, due: now.Add(soonest)}
 			go func() {
 				if err := patch(ctx); err != nil {
@@ -62,7 +116,11 @@ func (b *bench) paced(ctx context.Context, n *node, series string) {
 	if got := len(n.series[series]); got != count {
 		check(fmt.Errorf("%d of %d changes were made", got, count))
 	}
+	n.series[series+watchedSuffix] = must(watched(arrivals, begun, b.limit))
 }
+
+// watchedSuffix is that of the name of a series, for when a client that only watches learned of its changes.
+const watchedSuffix = " watched"
 
 // soonest is the time from a change to its first probe, and, where the prober does not want more, the least time between two probes of one
 // change.

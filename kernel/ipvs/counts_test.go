@@ -6,6 +6,7 @@ import (
 	"net/netip"
 	"runtime"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 	"github.com/vishvananda/netns"
@@ -81,6 +82,46 @@ func TestCounts(t *testing.T) {
 	}
 }
 
+// TestFingerprint: what the kernel lists has the same fingerprint as what was written, and another one where anything differs. Neither makes
+// garbage for each line.
+func TestFingerprint(t *testing.T) {
+	s := openServers(t)
+	read := func(skip func(ServerID) bool) Fingerprint {
+		f, err := ReadFingerprint(skip)
+		require.NoError(t, err)
+		return f
+	}
+	none := func(ServerID) bool { return false }
+	var want Fingerprint
+	require.Equal(t, want, read(none))
+	for _, v := range []struct {
+		Server
+		real string
+	}{
+		{Server{ID: id("TCP", "10.96.0.1:80"), Scheduler: "rr"}, "10.244.0.1:8080"},
+		{Server{ID: id("UDP", "10.96.0.171:65535"), Scheduler: "wrr"}, "10.244.200.1:1"},
+		{Server{ID: id("SCTP", "[fd00:0:1234:abcd::1]:80"), Scheduler: "sh", Ports: true}, "[fd00:10:244::a]:53"},
+		{Server{ID: ServerID{Family: plan.IPv4, Mark: 0x5000abcd}, Scheduler: "rr", Persistence: time.Minute}, "10.244.0.9:9"},
+	} {
+		require.NoError(t, s.Add(v.Server))
+		want.Add(v.Server)
+		require.Equal(t, want, read(none), "with %s", v.ID)
+		d := RealServer{Addr: at(v.real), Weight: 7}
+		require.NoError(t, s.AddRealServer(v.ID, d))
+		require.NotEqual(t, want, read(none), "with a real server of %s", v.ID)
+		want.AddRealServer(v.Server, d)
+		require.Equal(t, want, read(none), "with a real server of %s", v.ID)
+		var alone Fingerprint
+		alone.Add(v.Server)
+		alone.AddRealServer(v.Server, d)
+		skipped := func(id ServerID) bool { return id.Mark == v.ID.Mark && (id.Mark != 0 || id == v.ID) } // Of a mark, no family is listed.
+		require.Equal(t, want-alone, read(skipped), "without %s", v.ID)
+		if allocated := testing.AllocsPerRun(10, func() { alone.Add(v.Server); alone.AddRealServer(v.Server, d) }); allocated > 0 {
+			t.Errorf("%s: %v allocations", v.ID, allocated)
+		}
+	}
+}
+
 // BenchmarkCounts is what it costs to look at virtual servers with two real servers each, in the ways that there are.
 func BenchmarkCounts(b *testing.B) {
 	s := openServers(b)
@@ -133,13 +174,13 @@ func benchmarkCounts(b *testing.B, ns netns.NsHandle, s *Servers, c *Counts, n i
 		{"all by socket options", func() (int, error) {
 			s.counts = counts
 			sum := 0
-			err := s.EachOnce(plan.IPv4, func(*ActualServer) { sum++ })
+			err := s.EachOnce(plan.IPv4, func(ServerID) int { return 2 }, func(*ActualServer) { sum++ })
 			return sum, err
 		}},
 		{"all by netlink", func() (int, error) {
 			s.counts = nil
 			sum := 0
-			err := s.EachOnce(plan.IPv4, func(*ActualServer) { sum++ })
+			err := s.EachOnce(plan.IPv4, nil, func(*ActualServer) { sum++ })
 			return sum, err
 		}},
 	} {

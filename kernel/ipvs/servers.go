@@ -105,39 +105,55 @@ func (s *Servers) List(f plan.Family) (map[ServerID]*ActualServer, error) {
 func (s *Servers) Each(f plan.Family, each func(*ActualServer)) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.each(f, s.dumps.services, each)
-}
-
-// EachOnce is Each with a single dump of virtual servers, however many of them change meanwhile: some may be missing that are there.
-func (s *Servers) EachOnce(f plan.Family, each func(*ActualServer)) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.each(f, func(family uint16) ([]service, error) { return services(s.conn, family) }, each)
-}
-
-// each reads the real servers of virtual servers of IPv4 by socket options, which takes one system call for each instead of three, and a
-// buffer of a hundred bytes for each instead of 32 KiB. What these do not show, and what changes meanwhile, it reads by netlink.
-func (s *Servers) each(f plan.Family, services func(uint16) ([]service, error), each func(*ActualServer)) error {
-	all, err := services(s.family)
+	all, err := s.dumps.services(s.family)
 	if err != nil {
-		return fmt.Errorf("listing virtual servers: %w", err)
+		return listing(err)
 	}
-	var counted map[ServerID]int
+	var expected func(ServerID) int
 	if s.counts != nil && f == plan.IPv4 {
-		counted = make(map[ServerID]int, len(all))
+		counted := make(map[ServerID]int, len(all))
 		if err := s.counts.Read(func(id ServerID, n int) { counted[id] = n }); err != nil {
 			return err
 		}
+		expected = func(id ServerID) int { return counted[id] }
+		s.counts.buf = nil // It has a hundred bytes for each virtual server; what follows needs as much for each real server of one.
 	}
+	return s.each(f, all, expected, each)
+}
+
+// EachOnce is Each with a single dump of virtual servers, however many of them change meanwhile: some may be missing that are there.
+// expected returns how many real servers one probably has. Where it has another number, reading these takes three system calls instead of one.
+func (s *Servers) EachOnce(f plan.Family, expected func(ServerID) int, each func(*ActualServer)) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var all []ActualServer
+	if s.counts != nil {
+		if n, err := s.counts.Servers(); err == nil {
+			all = make([]ActualServer, 0, n)
+		}
+	}
+	all, err := services(s.conn, s.family, all)
+	if err != nil {
+		return listing(err)
+	}
+	return s.each(f, all, expected, each)
+}
+
+func listing(err error) error { return fmt.Errorf("listing virtual servers: %w", err) }
+
+// each reads the real servers of virtual servers of IPv4 by socket options, which takes one system call for each instead of three, and a
+// buffer of a hundred bytes for each instead of 32 KiB. What these do not show, and what changes meanwhile, it reads by netlink, as all where
+// expected is nil.
+func (s *Servers) each(f plan.Family, all []ActualServer, expected func(ServerID) int, each func(*ActualServer)) error {
 	realServers := map[netip.AddrPort]ActualRealServer{}
 	for i := range all {
-		v := &all[i].server
+		v := &all[i]
 		if v.ID.Family != f {
 			continue
 		}
 		clear(realServers)
 		v.RealServers = realServers
-		if n, is := counted[v.ID]; !is || !s.counts.realServers(v, n) {
+		if f != plan.IPv4 || expected == nil || s.counts == nil || !s.counts.realServers(v, expected(v.ID)) {
 			if err := s.realServers(v); err != nil {
 				return fmt.Errorf("listing the real servers of virtual server %s: %w", v.ID, err)
 			}
@@ -192,36 +208,29 @@ func (s *Servers) counted(id ServerID, n int) map[netip.AddrPort]ActualRealServe
 	return h.RealServers
 }
 
-// Stats returns the counters of all virtual servers in the network namespace of the calling thread. It uses a socket of its own, so
-// it may be called after Close, and does not wait for other calls.
-func (s *Servers) Stats() (map[ServerID]Traffic, error) {
-	dumps, err := dialLists()
-	var all []service
+// Stats calls each with the counters of all virtual servers in the network namespace of the calling thread, from one dump. Some may be missing,
+// and others come twice, as lists.services says: with another turn, it divides the dump at other places. It uses a socket of its own, so it
+// may be called after Close, and does not wait for other calls.
+func (s *Servers) Stats(turn int, each func(ServerID, Traffic)) error {
+	c, err := netlink.DialParts(unix.NETLINK_GENERIC, partSizes[turn%len(partSizes)])
 	if err == nil {
-		defer dumps.Close()
-		all, err = dumps.services(s.family)
+		defer c.Close()
+		err = dump(c, s.family, func(v ActualServer, t Traffic) { each(v.ID, t) })
 	}
 	if err != nil {
-		return nil, fmt.Errorf("reading the counters of virtual servers: %w", err)
+		return fmt.Errorf("reading the counters of virtual servers: %w", err)
 	}
-	stats := make(map[ServerID]Traffic, len(all))
-	for _, v := range all {
-		stats[v.server.ID] = v.traffic
-	}
-	return stats, nil
-}
-
-type service struct {
-	server  ActualServer // without real servers
-	traffic Traffic
+	return nil
 }
 
 // lists are sockets to dump by. The parts of their dumps differ in length; with long parts there are few, from each of which on the kernel
 // begins at the first server again.
-type lists [2]*netlink.Conn
+type lists [len(partSizes)]*netlink.Conn
+
+var partSizes = [...]int{68 << 10, 23 << 10}
 
 func dialLists() (l lists, err error) {
-	for i, most := range []int{68 << 10, 23 << 10} {
+	for i, most := range partSizes {
 		if l[i], err = netlink.DialParts(unix.NETLINK_GENERIC, most); err != nil {
 			_ = l.Close()
 			return lists{}, err
@@ -244,21 +253,20 @@ func (l lists) Close() error {
 // parts of a dump, the kernel remembers only how many servers it has passed, including those of all other network namespaces. So if any of
 // these, of a container say, are added or deleted meanwhile, others are missing from the dump or in it twice, and the kernel does not report
 // that. Consecutive dumps are divided at different places, so that changes in step with them do not hide the same servers twice.
-func (l lists) services(family uint16) (all []service, err error) {
+func (l lists) services(family uint16) (all []ActualServer, err error) {
 	var ids map[uint64]struct{} // hashes of all
 	seed, n := maphash.MakeSeed(), 0
 	err = netlink.Retry(func() (err error) {
 		before := ids
 		n++
-		if all, err = services(l[n%len(l)], family); err != nil {
+		if all, err = services(l[n%len(l)], family, all[:0]); err != nil {
 			return err
 		}
 		ids = make(map[uint64]struct{}, len(all))
 		for i := range all {
-			ids[maphash.Comparable(seed, all[i].server.ID)] = struct{}{}
+			ids[maphash.Comparable(seed, all[i].ID)] = struct{}{}
 		}
 		if before == nil || !maps.Equal(ids, before) {
-			all = nil
 			return netlink.ErrInterrupted
 		}
 		return nil
@@ -266,16 +274,21 @@ func (l lists) services(family uint16) (all []service, err error) {
 	return all, err
 }
 
-// services dumps all virtual servers once. Some may be in it twice.
-func services(c *netlink.Conn, family uint16) (all []service, err error) {
-	err = c.Dump(netlink.Message{Type: family, Body: genl(commandGetService)}, func(body []byte) error {
-		h, t, err := parseService(body)
+// services appends all virtual servers, without real servers, by dumping them once. Some may come twice.
+func services(c *netlink.Conn, family uint16, to []ActualServer) ([]ActualServer, error) {
+	err := dump(c, family, func(v ActualServer, _ Traffic) { to = append(to, v) })
+	return to, err
+}
+
+// dump calls each with all virtual servers, without real servers, in one dump.
+func dump(c *netlink.Conn, family uint16, each func(ActualServer, Traffic)) error {
+	return c.Dump(netlink.Message{Type: family, Body: genl(commandGetService)}, func(body []byte) error {
+		v, t, err := parseService(body)
 		if err == nil {
-			all = append(all, service{h, t})
+			each(v, t)
 		}
 		return err
 	})
-	return all, err
 }
 
 // realServers dumps the real servers of one virtual server into it. The kernel does not report an error if the server is gone.
