@@ -15,6 +15,7 @@ import (
 	"nodeproxy/kernel/names"
 	"nodeproxy/metrics"
 	"nodeproxy/node/health"
+	"nodeproxy/node/memory"
 	"nodeproxy/source"
 	"nodeproxy/ui"
 )
@@ -97,10 +98,12 @@ func (f *front) serve(d *daemon) {
 		page = ui.Handler(answers, access)
 	}
 	for i, serving := range servings(d.cfg, d.mode.name, d.metrics, d.monitor.node, page, d.log) {
-		serving.Handler = f.restAfter(serving.Handler)
+		if serving.Handler = f.restAfter(serving.Handler); i > 0 {
+			serving.Handler = f.roomBefore(serving.Handler)
+		}
 		f.servers[i].Serve(serving)
 	}
-	f.socket.serve(d.cfg.Socket, f.restAfter(inspect.Handler(answers)), d.report)
+	f.socket.serve(d.cfg.Socket, f.roomBefore(f.restAfter(inspect.Handler(answers))), d.report)
 	if before == nil && d.machine.real() {
 		var ctx context.Context
 		ctx, f.cancel = context.WithCancel(context.Background())
@@ -113,6 +116,16 @@ func (f *front) restAfter(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		h.ServeHTTP(w, r)
 		f.daemon.Load().monitor.rest()
+	})
+}
+
+// roomBefore returns a handler that answers as h does, where answers may be about all Services.
+func (f *front) roomBefore(h http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if f.daemon.Load().machine.real() && growthUnset() {
+			memory.MakeRoom()
+		}
+		h.ServeHTTP(w, r)
 	})
 }
 

@@ -17,22 +17,35 @@ const pause = 10 * time.Millisecond
 // A collection begins with an allocation, unless it is asked for. So it would always begin while something is done that somebody waits
 // for, and take both of two processors from that: from this program as from those that it waits for.
 func CollectBetween(ctx context.Context, worked <-chan struct{}) {
-	collectBetween(ctx, worked, func() bool {
-		const live, goal, now = 0, 1, 2
-		samples := []metrics.Sample{{Name: "/gc/heap/live:bytes"}, {Name: "/gc/heap/goal:bytes"}, {Name: "/memory/classes/heap/objects:bytes"}}
-		metrics.Read(samples)
-		return worthwhile(samples[live].Value.Uint64(), samples[goal].Value.Uint64(), samples[now].Value.Uint64())
-	}, runtime.GC)
+	collectBetween(ctx, worked, func() bool { return readHeap().worthwhile(2) }, runtime.GC)
+}
+
+// MakeRoom collects garbage, if more than a quarter has been allocated of what may be until it is collected anyway. It is to be called before
+// something that allocates that much itself: a collection in the middle of that would find in use what is garbage right afterwards, and let
+// the heap grow by a part of that too.
+func MakeRoom() {
+	if readHeap().worthwhile(4) {
+		runtime.GC()
+	}
+}
+
+// heap has numbers of bytes: live were in use after the last collection, now are with the garbage since then, and at goal it is collected.
+type heap struct{ live, goal, now uint64 }
+
+func readHeap() heap {
+	s := []metrics.Sample{{Name: "/gc/heap/live:bytes"}, {Name: "/gc/heap/goal:bytes"}, {Name: "/memory/classes/heap/objects:bytes"}}
+	metrics.Read(s)
+	return heap{s[0].Value.Uint64(), s[1].Value.Uint64(), s[2].Value.Uint64()}
 }
 
 // leastGrowth is by which part the heap must be allowed to grow for a collection to be worthwhile before that.
 const leastGrowth = 8
 
-// worthwhile reports whether a heap of now bytes is to be collected, of which live were in use after the last collection, and which is
-// collected anyway when it has goal bytes. Where a limit of memory leaves it next to no room, each change would lead to a collection; there
-// are enough then that begin by themselves, and these never take more than half of the processor time.
-func worthwhile(live, goal, now uint64) bool {
-	return goal > live+live/leastGrowth && 2*now > live+goal
+// worthwhile reports whether the garbage is more than one of so many parts of the room. Where a limit of memory leaves next to no room, each
+// change would lead to a collection; there are enough then that begin by themselves, and these never take more than half of the processor
+// time.
+func (h heap) worthwhile(parts uint64) bool {
+	return h.goal > h.live+h.live/leastGrowth && h.now > h.live && parts*(h.now-h.live) > h.goal-h.live
 }
 
 func collectBetween(ctx context.Context, worked <-chan struct{}, due func() bool, collect func()) {

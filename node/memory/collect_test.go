@@ -2,6 +2,9 @@ package memory
 
 import (
 	"context"
+	"runtime"
+	"runtime/debug"
+	"runtime/metrics"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -47,23 +50,49 @@ func TestCollectBetween(t *testing.T) {
 	})
 }
 
-// TestWorthwhile: half of the room must be used up, and there must be some.
+// TestWorthwhile: half of the room must be used up, or a quarter, and there must be some.
 func TestWorthwhile(t *testing.T) {
 	t.Parallel()
 	for _, test := range []struct {
-		live, goal, now uint64
-		want            bool
+		heap
+		half, quarter bool
 	}{
-		{100, 150, 125, false},
-		{100, 150, 126, true},
-		{100, 150, 170, true},
-		{100, 120, 112, true},
-		{100, 100, 101, false}, // The limit of memory is below what is in use.
-		{100, 105, 104, false},
-		{0, 4, 3, true},
+		{heap{100, 150, 112}, false, false},
+		{heap{100, 150, 113}, false, true},
+		{heap{100, 150, 125}, false, true},
+		{heap{100, 150, 126}, true, true},
+		{heap{100, 150, 170}, true, true},
+		{heap{100, 120, 112}, true, true},
+		{heap{100, 150, 90}, false, false},
+		{heap{100, 100, 101}, false, false}, // The limit of memory is below what is in use.
+		{heap{100, 105, 104}, false, false},
+		{heap{0, 4, 3}, true, true},
 	} {
-		if got := worthwhile(test.live, test.goal, test.now); got != test.want {
-			t.Errorf("%d of %d, %d live: %t", test.now, test.goal, test.live, got)
+		if half, quarter := test.worthwhile(2), test.worthwhile(4); half != test.half || quarter != test.quarter {
+			t.Errorf("%+v: %t and %t", test.heap, half, quarter)
 		}
 	}
+}
+
+// TestMakeRoom: what has been allocated since the last collection is collected, unless it is little.
+func TestMakeRoom(t *testing.T) {
+	defer debug.SetGCPercent(debug.SetGCPercent(100))
+	collections := func() uint64 {
+		s := []metrics.Sample{{Name: "/gc/cycles/forced:gc-cycles"}}
+		metrics.Read(s)
+		return s[0].Value.Uint64()
+	}
+	kept := make([]byte, 64<<20)
+	runtime.GC()
+	was := collections()
+	MakeRoom()
+	if now := collections(); now != was {
+		t.Errorf("%d collections right after one", now-was)
+	}
+	_ = append([]byte(nil), kept[:40<<20]...)
+	MakeRoom()
+	if now := collections(); now != was+1 {
+		t.Errorf("%d collections with garbage, want 1", now-was)
+	}
+	runtime.KeepAlive(kept)
 }
