@@ -33,7 +33,7 @@ func TestMain(m *testing.M) {
 func TestSmallRun(t *testing.T) {
 	const (
 		few  = " -changes=2 -kube-proxy-changes=2 -settle=0s"
-		atIt = few + " -services=100 -additions=2 -turns=2 -together=5 -rate-duration=2s -idle=1s"
+		atIt = few + " -services=100 -additions=2 -turns=2 -together=5 -rate-duration=2s -idle=1s -limit=3m"
 	)
 	for _, args := range []string{
 		"iptables -services=50 -endpoints=10 -wide=2 -changes=2 -rounds=1",
@@ -41,8 +41,8 @@ func TestSmallRun(t *testing.T) {
 		"api -backend=nft" + atIt,
 		"api -backend=legacy -only=nodeproxy -disturb=all" + atIt,
 		"api -short -markdown -mode=nftables -disturb=tables,relist" + atIt,
-		"nftables -services=100 -rounds=1" + few,
-		"ipvs -services=20 -changes=2 -kube-proxy-changes=1 -turns=1 -together=5 -rate=10 -rate-duration=2s -idle=1s -vips=100",
+		"nftables -services=100 -rounds=1 -limit=3m" + few,
+		"ipvs -services=20 -changes=2 -kube-proxy-changes=1 -turns=1 -together=5 -rate=10 -rate-duration=2s -idle=1s -limit=3m -vips=100",
 	} {
 		t.Run(args, func(t *testing.T) {
 			t.Parallel()
@@ -201,11 +201,12 @@ func TestGuestTimeout(t *testing.T) {
 func TestEveryRowHasAFigure(t *testing.T) {
 	t.Parallel()
 	n := &node{figures: figures{}, series: map[string][]time.Duration{}, cpu: map[string]time.Duration{}}
-	for _, name := range []string{"changed", "patched", "added", "together", "paced", "synced"} {
+	for _, name := range []string{"changed", "patched", "added", "together", "paced", "paced" + watchedSuffix, "synced"} {
 		n.series[name], n.cpu[name] = []time.Duration{time.Second}, time.Second
 	}
 	for _, d := range disturbances {
 		n.series[d.series()] = []time.Duration{time.Second}
+		n.series[d.series()+watchedSuffix] = []time.Duration{time.Second}
 	}
 	n.summarize()
 	for _, key := range []string{

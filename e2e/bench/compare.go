@@ -143,9 +143,9 @@ func (b *bench) measure(ctx context.Context, nodes []*node) (results []figures) 
 	return results
 }
 
-// late stops a proxy that has taken longer than the limit; any other error ends the run.
+// late stops a proxy that has taken longer than the limit; any other error ends the run, and so does that of the nodeproxy that is measured.
 func (b *bench) late(n *node, err error, keys ...string) {
-	if !errors.Is(err, probe.ErrLate) {
+	if !errors.Is(err, probe.ErrLate) || n.name == nodeProxy {
 		check(fmt.Errorf("%s: %w\n%s", n.name, err, n.process.Tail()))
 	}
 	for _, key := range keys {

@@ -65,8 +65,7 @@ func worstRows(o *options) []row {
 			{what: "  p99", key: series + " p99", show: seconds, most: goal.p99},
 			{what: "  the worst", key: series + " max", show: seconds},
 			{what: "    by p99", key: series + " spread", show: times, most: 3, alone: true},
-			{what: "  until a client that only watches has it, p50", key: series + watchedSuffix + " p50", show: seconds},
-			{what: "    p99", key: series + watchedSuffix + " p99", show: seconds},
+			{what: "  until a client that only watches has it, p99", key: series + watchedSuffix + " p99", show: seconds},
 			{what: "    the worst", key: series + watchedSuffix + " max", show: seconds},
 		}
 	}
