@@ -269,7 +269,22 @@ func TestCountDuringChanges(t *testing.T) {
 	if why := b.countAll(fakeCounts{k, remove}, true); why != "" || len(gone) != 2 || len(last.Found) > 0 { // It reads no second time.
 		t.Errorf("%q, found %s; %d are left", why, last.Found.Words(5), len(gone))
 	}
-	remove()
+	for addr := range k.Virtual[ids[2]].RealServers { // Another program removes one.
+		delete(k.Virtual[ids[2]].RealServers, addr)
+		break
+	}
+	reads := 0
+	second := func() {
+		if reads++; reads == 2 {
+			remove()
+		}
+	}
+	if why := b.countAll(fakeCounts{k, second}, true); why != "" || len(gone) != 1 || len(last.Found) > 0 {
+		t.Errorf("%q, found %s; %d are left", why, last.Found.Words(5), len(gone))
+	}
+	if why := b.countAll(fakeCounts{k, nil}, true); why != "" || len(last.Found) != 1 {
+		t.Errorf("%q, found %s; want what another program has removed", why, last.Found.Words(5))
+	}
 	other := ipset.Entry{Addr: netip.MustParseAddr("192.0.2.5"), Protocol: plan.TCP, Port: 80}
 	k.Set["KUBE-CLUSTER-IP"][other] = other
 	n := 0

@@ -33,7 +33,7 @@ type Node struct {
 	// Host lists the addresses of all other interfaces, and WatchHost calls changed when these have changed, until ctx ends.
 	Host      func(plan.Family) (set.Set[netip.Addr], error)
 	WatchHost func(ctx context.Context, quiet time.Duration, changed func()) error
-	// Reader opens what reads beside syncs. expected returns how many real servers a virtual server probably has.
+	// Reader opens what reads beside syncs. expected returns how many real servers a virtual server probably has; it waits for syncs.
 	Reader func(expected func(ipvs.ServerID) int) (Reader, error)
 	// What these return follows changes until a context ends: of the interface, of tables of nftables and of rules.
 	WatchDevice func() (func(context.Context, func(host.DeviceChange)), error)
@@ -60,7 +60,7 @@ type virtualServers interface {
 	servers
 	HasScheduler(name string) bool
 	SetTimeouts(tcp, tcpFin, udp time.Duration) error
-	Stats(turn int, each func(ipvs.ServerID, ipvs.Traffic)) error
+	Stats(each func(ipvs.ServerID, ipvs.Traffic)) error
 }
 
 // Device is the interface with the addresses of Services. host.Device implements it.

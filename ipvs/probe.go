@@ -201,11 +201,11 @@ func (e *engine) fingerprint(r *reading) ipvs.Fingerprint {
 		for _, d := range v.realServers {
 			f.AddRealServer(v.Server, d.RealServer)
 		}
-		if !pause() {
-			break
+		if !pause() { // The reading is void.
+			return f
 		}
 	}
-	if at == e.version { // Otherwise the reading is void.
+	if at == e.version {
 		e.printed, e.printedAt = &f, at
 	}
 	return f

@@ -17,12 +17,13 @@ import (
 //
 // The kernel counts by virtual server, from zero whenever it makes one, and a ServicePort has several. The value of a ServicePort
 // is the sum of the increases of its servers, so it does not fall when one of them is made again; only what that one counted after
-// it was last read is lost. Connections and packets from clients include those for which a scheduler found no endpoint.
+// it was last read is lost, and, where all of its counters are higher again when it is read next, as much as they were. Connections and packets from clients include those for which a scheduler found no endpoint.
 //
-// There may be tens of thousands, which are read with each scrape. So what is kept is named by hashes, and nothing is listed in between.
+// There may be tens of thousands of virtual servers, and each scrape reads them all. So the maps have hashes for keys, and counters are added
+// as they are read, without a list of them.
 type TrafficReader struct {
 	engines []*engine
-	stats   func(turn int, each func(ipvs.ServerID, ipvs.Traffic)) error
+	stats   func(each func(ipvs.ServerID, ipvs.Traffic)) error
 	seed    maphash.Seed
 
 	mu      sync.Mutex
@@ -35,7 +36,7 @@ type TrafficReader struct {
 type counted struct {
 	of           *sum
 	last         ipvs.Traffic
-	wanted, read uint32 // the last readings in which a ServicePort had it, and the kernel
+	wanted, read uint32 // the last reading in which a ServicePort had it, and the last in which the kernel had it
 }
 
 // sum is what has gone through a ServicePort.
@@ -47,12 +48,11 @@ type sum struct {
 // Traffic returns a reader of the backend's counters. It may be used beside Sync, and after Close.
 func (b *Backend) Traffic() *TrafficReader { return newTrafficReader(b.Engines, b.node.Servers.Stats) }
 
-func newTrafficReader(engines []*engine, stats func(int, func(ipvs.ServerID, ipvs.Traffic)) error) *TrafficReader {
+func newTrafficReader(engines []*engine, stats func(func(ipvs.ServerID, ipvs.Traffic)) error) *TrafficReader {
 	return &TrafficReader{engines: engines, stats: stats, seed: maphash.MakeSeed(), servers: map[uint64]*counted{}, sums: map[uint64]*sum{}}
 }
 
-// Traffic implements metrics.TrafficReader. It dumps all virtual servers, which takes less than 0.1 s for 10,000 of them, and
-// waits for a sync of the family that is under way.
+// Traffic implements metrics.TrafficReader. It dumps all virtual servers once, and waits for a sync of the family that is under way.
 func (r *TrafficReader) Traffic(ctx context.Context) iter.Seq2[plan.Traffic, error] {
 	return func(yield func(plan.Traffic, error) bool) {
 		r.mu.Lock()
@@ -69,12 +69,13 @@ func (r *TrafficReader) Traffic(ctx context.Context) iter.Seq2[plan.Traffic, err
 				}
 			}
 		}
-		if err := r.read(); err != nil {
+		if err := r.stats(r.add); err != nil {
 			yield(plan.Traffic{}, err)
 			return
 		}
 		if complete {
-			maps.DeleteFunc(r.servers, func(_ uint64, c *counted) bool { return c.wanted != r.reading })
+			// A server that nothing wants may be left to its connections, and be wanted again later: all that it has counted is no increase then.
+			maps.DeleteFunc(r.servers, func(_ uint64, c *counted) bool { return c.wanted != r.reading && c.read != r.reading })
 			maps.DeleteFunc(r.sums, func(_ uint64, s *sum) bool { return s.wanted != r.reading })
 		}
 		for _, sp := range ports {
@@ -125,34 +126,17 @@ func (r *TrafficReader) sumOf(k plan.Key) *sum {
 	return s
 }
 
-// read adds to the sum of each ServicePort what its servers have counted since the last time. As servers may be missing from a dump that are
-// there, one that has counted is made anew, or gone, only if it is missing from two that are divided at different places.
-func (r *TrafficReader) read() error {
-	for turn := range 2 {
-		err := r.stats(turn, func(id ipvs.ServerID, t ipvs.Traffic) {
-			c := r.servers[maphash.Comparable(r.seed, id)]
-			if c == nil || c.wanted != r.reading {
-				return
-			}
-			c.of.increase(c.last, t)
-			c.last, c.read = t, r.reading
-		})
-		if err != nil {
-			return err
-		}
-		missing := false
-		for _, c := range r.servers {
-			if c.wanted == r.reading && c.read != r.reading && c.last != (ipvs.Traffic{}) {
-				if missing = true; turn > 0 {
-					c.last = ipvs.Traffic{}
-				}
-			}
-		}
-		if !missing {
-			return nil
-		}
+// add adds to the sum of a ServicePort what a server of it has counted since the last time. A dump may leave out servers that exist, so none
+// is taken for gone: of one that is made again, increase sees that.
+func (r *TrafficReader) add(id ipvs.ServerID, t ipvs.Traffic) {
+	c := r.servers[maphash.Comparable(r.seed, id)]
+	if c == nil {
+		return
 	}
-	return nil
+	if c.read = r.reading; c.wanted == r.reading {
+		c.of.increase(c.last, t)
+		c.last = t
+	}
 }
 
 // increase adds the increase of counters; if one has fallen, the server is a new one, and all of its count is new.

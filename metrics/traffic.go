@@ -145,7 +145,7 @@ func (s *series) Write(out *dto.Metric) error {
 	return nil
 }
 
-// inward and outward are the values of a label whose name comes before those of all others.
+// inward and outward are label pairs whose name sorts before all others. All series share them, so they must not be changed.
 var inward, outward = &dto.LabelPair{Name: new("direction"), Value: new("in")}, &dto.LabelPair{Name: new("direction"), Value: new("out")}
 
 func (m *trafficMetrics) send(ch chan<- prometheus.Metric, t *plan.Traffic) {

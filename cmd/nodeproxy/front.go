@@ -98,12 +98,10 @@ func (f *front) serve(d *daemon) {
 		page = ui.Handler(answers, access)
 	}
 	for i, serving := range servings(d.cfg, d.mode.name, d.metrics, d.monitor.node, page, d.log) {
-		if serving.Handler = f.restAfter(serving.Handler); i > 0 {
-			serving.Handler = f.roomBefore(serving.Handler)
-		}
+		serving.Handler = f.restAfter(serving.Handler)
 		f.servers[i].Serve(serving)
 	}
-	f.socket.serve(d.cfg.Socket, f.roomBefore(f.restAfter(inspect.Handler(answers))), d.report)
+	f.socket.serve(d.cfg.Socket, f.restAfter(inspect.Handler(answers)), d.report)
 	if before == nil && d.machine.real() {
 		var ctx context.Context
 		ctx, f.cancel = context.WithCancel(context.Background())
@@ -111,21 +109,15 @@ func (f *front) serve(d *daemon) {
 	}
 }
 
-// restAfter returns a handler that answers as h does, and tells that nothing more follows: an answer leaves garbage, as a sync does.
+// restAfter returns a handler that answers as h does, and tells that nothing more follows: an answer leaves garbage, as a sync does. It makes
+// room before a scrape, which leaves megabytes.
 func (f *front) restAfter(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		h.ServeHTTP(w, r)
-		f.daemon.Load().monitor.rest()
-	})
-}
-
-// roomBefore returns a handler that answers as h does, where answers may be about all Services.
-func (f *front) roomBefore(h http.Handler) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if f.daemon.Load().machine.real() && growthUnset() {
+		if r.URL.Path == "/metrics" && f.daemon.Load().machine.real() && growthUnset() {
 			memory.MakeRoom()
 		}
 		h.ServeHTTP(w, r)
+		f.daemon.Load().monitor.rest()
 	})
 }
 

@@ -143,7 +143,8 @@ func (b *bench) measure(ctx context.Context, nodes []*node) (results []figures) 
 	return results
 }
 
-// late stops a proxy that has taken longer than the limit; any other error ends the run, and so does that of the nodeproxy that is measured.
+// late stops a proxy that nodeproxy is compared with, if it has taken longer than the limit. Any other error ends the run, and so does
+// nodeproxy being late.
 func (b *bench) late(n *node, err error, keys ...string) {
 	if !errors.Is(err, probe.ErrLate) || n.name == nodeProxy {
 		check(fmt.Errorf("%s: %w\n%s", n.name, err, n.process.Tail()))

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"sync"
 	"time"
 
 	discovery "k8s.io/api/discovery/v1"
@@ -30,51 +31,56 @@ func steady(ctx context.Context, b *bench, n *node, _ int) {
 	n.figures["churned"] = float64(now)
 }
 
-// arrival is when a client learned of a new endpoint.
-type arrival struct {
-	endpoint netip.Addr
-	at       time.Time
+// watcher is a client that only watches EndpointSlices: it waits for the API server and for a processor, but not for a proxy.
+type watcher struct {
+	stop func()
+	mu   sync.Mutex
+	at   map[netip.Addr]time.Time // when it learned of each first endpoint
 }
 
-// watch begins to watch EndpointSlices, with room for so many arrivals of first endpoints: what a client that does nothing else waits for is
-// the API server, and a processor, not a proxy.
-func (b *bench) watch(ctx context.Context, count int) (arrivals <-chan arrival, stop func()) {
+func (b *bench) watch(ctx context.Context) *watcher {
 	api := b.controlPlane.Admin.DiscoveryV1().EndpointSlices(namespace)
 	now := must(api.List(ctx, metav1.ListOptions{Limit: 1}))
-	w := must(api.Watch(ctx, metav1.ListOptions{ResourceVersion: now.ResourceVersion}))
-	out := make(chan arrival, count)
+	watch := must(api.Watch(ctx, metav1.ListOptions{ResourceVersion: now.ResourceVersion}))
+	w := &watcher{stop: watch.Stop, at: map[netip.Addr]time.Time{}}
 	go func() {
-		defer close(out)
-		for event := range w.ResultChan() {
+		for event := range watch.ResultChan() {
 			slice, is := event.Object.(*discovery.EndpointSlice)
 			if !is || len(slice.Endpoints) == 0 {
 				continue
 			}
 			if a, err := netip.ParseAddr(slice.Endpoints[0].Addresses[0]); err == nil {
-				out <- arrival{a, time.Now()}
+				w.mu.Lock()
+				if _, known := w.at[a]; !known {
+					w.at[a] = time.Now()
+				}
+				w.mu.Unlock()
 			}
 		}
 	}()
-	return out, w.Stop
+	return w
 }
 
-// watched returns when each of these changes arrived, from when it was made.
-func watched(arrivals <-chan arrival, begun map[netip.Addr]time.Time, limit time.Duration) (took []time.Duration, err error) {
-	late := time.After(limit)
-	for len(took) < len(begun) {
-		select {
-		case a, open := <-arrivals:
-			if !open {
-				return nil, fmt.Errorf("a watch ended after %d of %d changes", len(took), len(begun))
+// watchedLimit is how long after all changes are in force the watcher may learn of the last.
+const watchedLimit = 30 * time.Second
+
+// took returns how long after it was made the watcher learned of each change; none if it did not learn of all, as the API server may end a
+// watch at any time.
+func (w *watcher) took(begun map[netip.Addr]time.Time) []time.Duration {
+	for since := time.Now(); time.Since(since) < watchedLimit; time.Sleep(10 * time.Millisecond) {
+		w.mu.Lock()
+		var took []time.Duration
+		for a, made := range begun {
+			if at, known := w.at[a]; known {
+				took = append(took, at.Sub(made))
 			}
-			if made, is := begun[a.endpoint]; is {
-				took = append(took, a.at.Sub(made))
-			}
-		case <-late:
-			return nil, fmt.Errorf("a watch had %d of %d changes: %w (%s)", len(took), len(begun), probe.ErrLate, limit)
+		}
+		w.mu.Unlock()
+		if len(took) == len(begun) {
+			return took
 		}
 	}
-	return took, nil
+	return nil
 }
 
 // paced makes changes as bench.change does, but b.rate times a second, whether the change before has taken effect or not.
@@ -85,8 +91,8 @@ func (b *bench) paced(ctx context.Context, n *node, series string) {
 	over := make(chan struct{}) // Where one comes too late, others may be left to make.
 	defer close(over)
 	begun := map[netip.Addr]time.Time{}
-	arrivals, stop := b.watch(ctx, count)
-	defer stop()
+	watcher := b.watch(ctx)
+	defer watcher.stop()
 	go func() {
 		defer close(made)
 		tick := time.NewTicker(time.Second / time.Duration(b.options.rate))
@@ -116,10 +122,12 @@ func (b *bench) paced(ctx context.Context, n *node, series string) {
 	if got := len(n.series[series]); got != count {
 		check(fmt.Errorf("%d of %d changes were made", got, count))
 	}
-	n.series[series+watchedSuffix] = must(watched(arrivals, begun, b.limit))
+	if took := watcher.took(begun); took != nil {
+		n.series[series+watchedSuffix] = took
+	}
 }
 
-// watchedSuffix is that of the name of a series, for when a client that only watches learned of its changes.
+// watchedSuffix is appended to the name of a series, for the times until a client that only watches learned of its changes.
 const watchedSuffix = " watched"
 
 // soonest is the time from a change to its first probe, and, where the prober does not want more, the least time between two probes of one

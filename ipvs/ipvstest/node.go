@@ -258,7 +258,7 @@ func (Ready) HasScheduler(string) bool { return true }
 func (Ready) SetTimeouts(_, _, _ time.Duration) error { return nil }
 
 // Stats is as that of ipvs.Servers, where there is no traffic.
-func (Ready) Stats(int, func(ipvs.ServerID, ipvs.Traffic)) error { return nil }
+func (Ready) Stats(func(ipvs.ServerID, ipvs.Traffic)) error { return nil }
 
 // ProcessServers are the virtual servers as a process uses them.
 type ProcessServers struct {

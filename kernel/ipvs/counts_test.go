@@ -82,8 +82,8 @@ func TestCounts(t *testing.T) {
 	}
 }
 
-// TestFingerprint: what the kernel lists has the same fingerprint as what was written, and another one where anything differs. Neither makes
-// garbage for each line.
+// TestFingerprint: what the kernel lists has the same fingerprint as what was written, and another one where anything differs. That of what was
+// written is made without garbage.
 func TestFingerprint(t *testing.T) {
 	s := openServers(t)
 	read := func(skip func(ServerID) bool) Fingerprint {

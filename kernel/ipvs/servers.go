@@ -122,7 +122,8 @@ func (s *Servers) Each(f plan.Family, each func(*ActualServer)) error {
 }
 
 // EachOnce is Each with a single dump of virtual servers, however many of them change meanwhile: some may be missing that are there.
-// expected returns how many real servers one probably has. Where it has another number, reading these takes three system calls instead of one.
+// expected returns how many real servers one probably has. Where it has another number, reading
+// these takes four system calls instead of one, and three where expected is nil.
 func (s *Servers) EachOnce(f plan.Family, expected func(ServerID) int, each func(*ActualServer)) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -142,8 +143,8 @@ func (s *Servers) EachOnce(f plan.Family, expected func(ServerID) int, each func
 func listing(err error) error { return fmt.Errorf("listing virtual servers: %w", err) }
 
 // each reads the real servers of virtual servers of IPv4 by socket options, which takes one system call for each instead of three, and a
-// buffer of a hundred bytes for each instead of 32 KiB. What these do not show, and what changes meanwhile, it reads by netlink, as all where
-// expected is nil.
+// buffer of a hundred bytes for each instead of 32 KiB. What these do not show, and what changes meanwhile, it reads by netlink, as it
+// reads all where expected is nil.
 func (s *Servers) each(f plan.Family, all []ActualServer, expected func(ServerID) int, each func(*ActualServer)) error {
 	realServers := map[netip.AddrPort]ActualRealServer{}
 	for i := range all {
@@ -209,15 +210,15 @@ func (s *Servers) counted(id ServerID, n int) map[netip.AddrPort]ActualRealServe
 }
 
 // Stats calls each with the counters of all virtual servers in the network namespace of the calling thread, from one dump. Some may be missing,
-// and others come twice, as lists.services says: with another turn, it divides the dump at other places. It uses a socket of its own, so it
-// may be called after Close, and does not wait for other calls.
-func (s *Servers) Stats(turn int, each func(ServerID, Traffic)) error {
-	c, err := netlink.DialParts(unix.NETLINK_GENERIC, partSizes[turn%len(partSizes)])
+// and others come twice, as lists.services says. It uses a socket of its own, so it may be called after Close, and does not wait for other
+// calls.
+func (s *Servers) Stats(each func(ServerID, Traffic)) error {
+	c, err := netlink.DialParts(unix.NETLINK_GENERIC, partSizes[0])
 	if err == nil {
 		defer c.Close()
 		err = dump(c, s.family, func(v ActualServer, t Traffic) { each(v.ID, t) })
 	}
-	if err != nil {
+	if err != nil && !errors.Is(err, netlink.ErrInterrupted) {
 		return fmt.Errorf("reading the counters of virtual servers: %w", err)
 	}
 	return nil

@@ -326,7 +326,7 @@ func TestServersFromManyGoroutines(t *testing.T) {
 				if _, err := s.List(plan.IPv4); err != nil {
 					t.Error(err)
 				}
-				if err := s.Stats(0, func(ServerID, Traffic) {}); err != nil {
+				if err := s.Stats(func(ServerID, Traffic) {}); err != nil {
 					t.Error(err)
 				}
 			}
@@ -486,7 +486,7 @@ func BenchmarkServers(b *testing.B) {
 		}
 		for b.Loop() {
 			read := 0
-			if err := s.Stats(0, func(ServerID, Traffic) { read++ }); err != nil || read != n {
+			if err := s.Stats(func(ServerID, Traffic) { read++ }); err != nil || read != n {
 				b.Fatal(read, err)
 			}
 		}

@@ -64,7 +64,7 @@ func TestTraffic(t *testing.T) {
 	deadline := time.Now().Add(time.Minute) // The kernel sums up every two seconds.
 	for ; ; time.Sleep(100 * time.Millisecond) {
 		stats := map[ServerID]Traffic{}
-		err := s.Stats(1, func(id ServerID, t Traffic) { stats[id] = t })
+		err := s.Stats(func(id ServerID, t Traffic) { stats[id] = t })
 		if err != nil || len(stats) != 2 || stats[idle.ID] != (Traffic{}) {
 			t.Fatalf("counters %v, %v; want none for %s", stats, err, idle.ID)
 		}

@@ -21,8 +21,8 @@ func CollectBetween(ctx context.Context, worked <-chan struct{}) {
 }
 
 // MakeRoom collects garbage, if more than a quarter has been allocated of what may be until it is collected anyway. It is to be called before
-// something that allocates that much itself: a collection in the middle of that would find in use what is garbage right afterwards, and let
-// the heap grow by a part of that too.
+// something that allocates that much itself: a collection in the middle of that would find in use what is garbage right afterwards, and set the
+// next goal higher by a part of that.
 func MakeRoom() {
 	if readHeap().worthwhile(4) {
 		runtime.GC()
@@ -41,7 +41,7 @@ func readHeap() heap {
 // leastGrowth is by which part the heap must be allowed to grow for a collection to be worthwhile before that.
 const leastGrowth = 8
 
-// worthwhile reports whether the garbage is more than one of so many parts of the room. Where a limit of memory leaves next to no room, each
+// worthwhile reports whether the garbage is more than 1/parts of the room. Where a limit of memory leaves next to no room, each
 // change would lead to a collection; there are enough then that begin by themselves, and these never take more than half of the processor
 // time.
 func (h heap) worthwhile(parts uint64) bool {
