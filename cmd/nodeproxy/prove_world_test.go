@@ -379,8 +379,10 @@ func (w *world) changed(f plan.Family, by ruleWriter, input string) {
 func (w *world) send(q probe, rules *packetsim.Machine) {
 	_, disturbed := w.disturbed[plan.FamilyOf(q.to.Addr())]
 	_, tables := w.rules.(*xtablesRules)
-	misled := disturbed && !tables                                         // Others may have changed to which endpoint an element leads, or added a real server.
-	led := strings.Contains(w.foreign[plan.FamilyOf(q.to.Addr())], stolen) // by rules of others, to Services that had the address once
+	// Others may have changed to which endpoint an element leads, or added a real server.
+	misled := disturbed && !tables
+	// Rules of others may lead to Services that had the address once.
+	led := strings.Contains(w.foreign[plan.FamilyOf(q.to.Addr())], stolen)
 	outcomes, err := rules.Trace(q.packet(), thisNode)
 	if err != nil {
 		w.fail("packet %s: %v", q.packet(), err)
