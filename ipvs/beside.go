@@ -40,7 +40,7 @@ func (e *engine) CompareBeside(ctx context.Context) (found drift.Found, again bo
 			return found, true, err
 		}
 	}
-	kernel, closeAll, err := e.machine.beside(e.knownRealServers)
+	kernel, closeAll, err := e.beside()
 	if err != nil {
 		return found, true, err
 	}
@@ -166,6 +166,28 @@ func (e *engine) pausing(r *reading) func() bool {
 	}
 }
 
+// ofVersion is something that was made from what is known, and the version of that.
+type ofVersion[T any] struct {
+	value   T
+	version uint64
+	made    bool
+}
+
+// get returns it, made again if what is known has changed. make is called with the lock held, and returns anything if pause returns false.
+func (o *ofVersion[T]) get(e *engine, r *reading, make func(pause func() bool) T) T {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if o.made && o.version == e.version {
+		return o.value
+	}
+	at := e.version
+	value := make(e.pausing(r))
+	if at == e.version && e.valid(r) { // Otherwise the reading is void.
+		*o = ofVersion[T]{value, at, true}
+	}
+	return value
+}
+
 // knownAs returns what is known of a virtual server, if it is like that.
 func (e *engine) knownAs(v *ipvs.ActualServer, r *reading) *actualServer {
 	e.mu.Lock()
@@ -283,6 +305,12 @@ func (v *actualServer) is(o *actualServer) bool {
 	return v.Server == o.Server && slices.EqualFunc(v.realServers, o.realServers, func(a, b actualRealServer) bool {
 		return a.RealServer == b.RealServer
 	})
+}
+
+// beside returns servers, sets and the device to read beside syncs.
+func (e *engine) beside() (machine, func(), error) {
+	r, err := e.machine.reader(e.knownRealServers)
+	return machine{servers: r.Servers, sets: r.Sets, device: r.Device}, r.Close, err
 }
 
 // knownRealServers returns how many real servers a virtual server has as far as is known.

@@ -48,11 +48,10 @@ type engine struct {
 	// partial says that the last plan of which everything was synced was partial.
 	partial  bool
 	readings set.Set[*reading] // under way
-	// version changes with actual. numbered, unless it is nil, are the numbers of objects of version numberedAt, and printed is the
-	// fingerprint of version printedAt.
-	version, numberedAt, printedAt uint64
-	numbered                       *numbers
-	printed                        *ipvs.Fingerprint
+	// version changes with actual, and numbered and printed are the numbers of its objects and their fingerprint.
+	version  uint64
+	numbered ofVersion[numbers]
+	printed  ofVersion[ipvs.Fingerprint]
 	// foreignServers is how many virtual servers of other programs were there when they were counted last, by count.
 	foreignServers int
 	// rest is what is touched and left to the next sync; nil if that is nothing. lastAddress is the last address of such that was changed.

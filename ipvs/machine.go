@@ -59,12 +59,6 @@ func openReader(v *ipvs.Servers, expected func(ipvs.ServerID) int) (Reader, erro
 	return Reader{glances{servers, expected}, sets, device, func() { _, _, _ = servers.Close(), sets.Close(), device.Close() }}, nil
 }
 
-// beside returns servers, sets and the device to read beside syncs.
-func (m machine) beside(expected func(ipvs.ServerID) int) (machine, func(), error) {
-	r, err := m.reader(expected)
-	return machine{servers: r.Servers, sets: r.Sets, device: r.Device}, r.Close, err
-}
-
 var errNoDevice = errors.New("another program has removed interface " + names.Device)
 
 // glances are servers that are listed once only: see EachOnce.
@@ -140,8 +134,8 @@ func (h *actual) readSets(s ipsets, f plan.Family) error {
 }
 
 func (h *actual) readSet(s ipsets, id setID, f plan.Family) error {
-	var list map[memberKey]marked
-	err := s.Entries(setOf(id, f), func() { list = map[memberKey]marked{} }, func(e ipset.Entry) {
+	list := map[memberKey]marked{}
+	err := s.Entries(setOf(id, f), func() { clear(list) }, func(e ipset.Entry) {
 		m := member{id, e}
 		list[m.key()] = m.marked()
 	})

@@ -19,28 +19,20 @@ type numbers struct {
 
 // numbers returns how many there should be. It counts again only after changes.
 func (e *engine) numbers(r *reading) numbers {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	if e.numberedAt == e.version && e.numbered != nil {
-		return *e.numbered
-	}
-	n, at := numbers{}, e.version
-	pause := e.pausing(r)
-	for v := range r.known.servers.Clone().All() {
-		n.servers++
-		if n.realServers += len(v.realServers); !pause() {
-			break
+	return e.numbered.get(e, r, func(pause func() bool) (n numbers) {
+		for v := range r.known.servers.Clone().All() {
+			n.servers++
+			if n.realServers += len(v.realServers); !pause() {
+				return n
+			}
 		}
-	}
-	for m := range r.known.members {
-		if n.members[m.set]++; !pause() {
-			break
+		for m := range r.known.members {
+			if n.members[m.set]++; !pause() {
+				return n
+			}
 		}
-	}
-	if at == e.version { // Otherwise the reading is void.
-		e.numbered, e.numberedAt = &n, at
-	}
-	return n
+		return n
+	})
 }
 
 // counts reads how many virtual servers of IPv4 there are, and how many real servers each has. ipvs.Counts implements it.
@@ -268,7 +260,7 @@ func (e *engine) readNamed(n named, now *actual) (again bool, err error) {
 	if n.sets == [setCount]bool{} {
 		return false, nil
 	}
-	kernel, closeAll, err := e.machine.beside(e.knownRealServers)
+	kernel, closeAll, err := e.beside()
 	if err != nil {
 		return true, err
 	}

@@ -189,24 +189,16 @@ func (b *Backend) othersDiffer() string {
 
 // fingerprint returns that of all virtual servers that are known. It looks at them again only after changes.
 func (e *engine) fingerprint(r *reading) ipvs.Fingerprint {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	if e.printedAt == e.version && e.printed != nil {
-		return *e.printed
-	}
-	var f ipvs.Fingerprint
-	at, pause := e.version, e.pausing(r)
-	for v := range r.known.servers.Clone().All() {
-		f.Add(v.Server)
-		for _, d := range v.realServers {
-			f.AddRealServer(v.Server, d.RealServer)
+	return e.printed.get(e, r, func(pause func() bool) (f ipvs.Fingerprint) {
+		for v := range r.known.servers.Clone().All() {
+			f.Add(v.Server)
+			for _, d := range v.realServers {
+				f.AddRealServer(v.Server, d.RealServer)
+			}
+			if !pause() {
+				return f
+			}
 		}
-		if !pause() { // The reading is void.
-			return f
-		}
-	}
-	if at == e.version {
-		e.printed, e.printedAt = &f, at
-	}
-	return f
+		return f
+	})
 }

@@ -17,7 +17,8 @@ import (
 //
 // The kernel counts by virtual server, from zero whenever it makes one, and a ServicePort has several. The value of a ServicePort
 // is the sum of the increases of its servers, so it does not fall when one of them is made again; only what that one counted after
-// it was last read is lost, and, where all of its counters are higher again when it is read next, as much as they were. Connections and packets from clients include those for which a scheduler found no endpoint.
+// it was last read is lost, and, where all of its counters are higher again when it is read next, as much as they were. Connections and packets
+// from clients include those for which a scheduler found no endpoint.
 //
 // There may be tens of thousands of virtual servers, and each scrape reads them all. So the maps have hashes for keys, and counters are added
 // as they are read, without a list of them.
@@ -61,8 +62,7 @@ func (r *TrafficReader) Traffic(ctx context.Context) iter.Seq2[plan.Traffic, err
 		var ports []*plan.ServicePort
 		complete := true
 		for _, e := range r.engines {
-			err := e.expect(ctx, r, &ports)
-			if err != nil {
+			if err := e.expect(ctx, r, &ports); err != nil {
 				complete = false
 				if !yield(plan.Traffic{}, err) {
 					return

@@ -31,7 +31,7 @@ func (e *engine) Verify(ctx context.Context, svc plan.Service) (things int, foun
 	if err != nil || before.servers.Len()+len(before.members) == 0 {
 		return 0, nil, err
 	}
-	kernel, closeAll, err := e.machine.beside(e.knownRealServers)
+	kernel, closeAll, err := e.beside()
 	if err != nil {
 		return 0, nil, err
 	}
