@@ -105,7 +105,7 @@ func (o *options) settings() []setting {
 		{"disturb", "what others do while -rate is repeated; several, or all", &o.disturb, 0, 0, "none all lock tables relist questions"},
 		{"settle", "pause after each change, so that the next finds the proxy at rest", &o.settle, 0, 60 * second, ""},
 		{"idle", "for how long processor time at rest is counted", &o.idle, second, 3600 * second, ""},
-		{"limit", "the longest that a cold start or a change may take; a proxy that takes longer is left out from there on", &o.limit, second, 86400 * second, ""},
+		{"limit", "the longest that a cold start or a change may take; kube-proxy is left out then, and nodeproxy ends the run", &o.limit, second, 86400 * second, ""},
 		{"mode", "proxy mode; ipvs needs a kernel that has IPVS", &o.mode, 0, 0, "iptables ipvs nftables"},
 		{"backend", "variant of iptables, or several", &o.backends, 0, 0, "nft legacy"},
 		{"only", "what to measure, where that is not all", &o.only, 0, 0, ""},

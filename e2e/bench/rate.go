@@ -91,8 +91,8 @@ func (b *bench) paced(ctx context.Context, n *node, series string) {
 	over := make(chan struct{}) // Where one comes too late, others may be left to make.
 	defer close(over)
 	begun := map[netip.Addr]time.Time{}
-	watcher := b.watch(ctx)
-	defer watcher.stop()
+	w := b.watch(ctx)
+	defer w.stop()
 	go func() {
 		defer close(made)
 		tick := time.NewTicker(time.Second / time.Duration(b.options.rate))
@@ -122,7 +122,7 @@ func (b *bench) paced(ctx context.Context, n *node, series string) {
 	if got := len(n.series[series]); got != count {
 		check(fmt.Errorf("%d of %d changes were made", got, count))
 	}
-	if took := watcher.took(begun); took != nil {
+	if took := w.took(begun); took != nil {
 		n.series[series+watchedSuffix] = took
 	}
 }
