@@ -201,12 +201,12 @@ func TestGuestTimeout(t *testing.T) {
 func TestEveryRowHasAFigure(t *testing.T) {
 	t.Parallel()
 	n := &node{figures: figures{}, series: map[string][]time.Duration{}, cpu: map[string]time.Duration{}}
-	for _, name := range []string{"changed", "patched", "added", "together", "paced", "paced" + watchedSuffix, "synced"} {
+	for _, name := range []string{"changed", "patched", "added", "together", "together" + watchedSuffix, "paced", "paced" + watchedSuffix, "paced" + afterSuffix, "synced"} {
 		n.series[name], n.cpu[name] = []time.Duration{time.Second}, time.Second
 	}
 	for _, d := range disturbances {
 		n.series[d.series()] = []time.Duration{time.Second}
-		n.series[d.series()+watchedSuffix] = []time.Duration{time.Second}
+		n.series[d.series()+watchedSuffix], n.series[d.series()+afterSuffix] = []time.Duration{time.Second}, []time.Duration{time.Second}
 	}
 	n.summarize()
 	for _, key := range []string{
@@ -376,9 +376,9 @@ func TestProbeAll(t *testing.T) {
 	t.Cleanup(greeter.Close)
 	begun := time.Now()
 	first, second := server.IP4, endpointRange.Addr().Next()
-	made := make(chan *outstanding, 2)
+	made := make(chan *change, 2)
 	for _, addr := range []netip.Addr{second, first} {
-		made <- &outstanding{service: &service{addr: addr}, endpoint: addr, begun: begun, due: begun}
+		made <- &change{service: &service{addr: addr}, endpoint: addr, begun: begun, due: begun}
 	}
 	close(made)
 	const later = 200 * time.Millisecond
@@ -388,14 +388,17 @@ func TestProbeAll(t *testing.T) {
 		effective = time.Since(begun)
 		taken <- server.Take(endpointRange)
 	})
-	var took []time.Duration
+	var seen []*change
 	err = client.Do(func() (err error) {
-		took, err = probeAll(prober, made, nil, harness.Limit)
+		seen, err = probeAll(prober, made, nil, harness.Limit)
 		return err
 	})
 	require.NoError(t, errors.Join(err, <-taken))
-	if len(took) != 2 || took[0] >= took[1] || took[1] < effective {
-		t.Errorf("changes seen after %v, want the first before, the second after %v", took, effective)
+	if len(seen) != 2 || seen[0].endpoint != first || seen[1].endpoint != second || seen[1].inForce.Sub(begun) < effective {
+		for _, c := range seen {
+			t.Logf("%s after %v", c.endpoint, c.inForce.Sub(begun))
+		}
+		t.Errorf("want %s first, and %s after %v", first, second, effective)
 	}
 }
 
@@ -404,7 +407,7 @@ func TestProbeAllEndsWithAFailedRequest(t *testing.T) {
 	want := errors.New("conflict")
 	failed := make(chan error, 1)
 	failed <- want
-	if _, err := probeAll(prober, make(chan *outstanding), failed, harness.Limit); !errors.Is(err, want) {
+	if _, err := probeAll(prober, make(chan *change), failed, harness.Limit); !errors.Is(err, want) {
 		t.Errorf("error %v, want %v", err, want)
 	}
 }

@@ -364,24 +364,38 @@ func syncs(ctx context.Context, b *bench, n *node, turn int) {
 
 // together is the step in which all endpoints of many Services change at once, in one write: as where a node with many pods fails. It takes
 // from before that write until the last of the Services has answered; the others have been asked before, so the time that this takes is in
-// it.
+// it. It also notes how long it took until a client that only watches had all of them.
 func together(ctx context.Context, b *bench, n *node, _ int) {
 	times := 3
 	if n.name == kubeProxy {
 		times = 1
 	}
 	for range times {
-		services, objects := b.prepareTogether(ctx, b.options.together)
-		var took time.Duration
-		begun := time.Now()
-		check(b.controlPlane.Put(ctx, objects))
-		n.inClient(func() {
-			for _, s := range services {
-				took = must(b.prober.Await(begun, s.frontend(), s.has, 1, b.limit))
-			}
-		})
-		n.series["together"] = append(n.series["together"], took)
+		b.changeTogether(ctx, n)
 		n.rest()
+	}
+}
+
+func (b *bench) changeTogether(ctx context.Context, n *node) {
+	services, objects := b.prepareTogether(ctx, b.options.together)
+	w := b.watch(ctx)
+	defer w.stop()
+	var took time.Duration
+	begun := time.Now()
+	check(b.controlPlane.Put(ctx, objects))
+	n.inClient(func() {
+		for _, s := range services {
+			took = must(b.prober.Await(begun, s.frontend(), s.has, 1, b.limit))
+		}
+	})
+	n.series["together"] = append(n.series["together"], took)
+	var endpoints []netip.Addr
+	for _, s := range services {
+		endpoints = append(endpoints, s.endpoints[0])
+	}
+	if learned := slices.Collect(maps.Values(w.learned(endpoints))); len(learned) > 0 {
+		last := slices.MaxFunc(learned, time.Time.Compare)
+		n.series["together"+watchedSuffix] = append(n.series["together"+watchedSuffix], last.Sub(begun))
 	}
 }
 

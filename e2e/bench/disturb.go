@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"nodeproxy/e2e/harness"
+	"nodeproxy/e2e/machine"
 )
 
 // disturbance is something that others do while endpoints change.
@@ -50,7 +51,10 @@ func disturbed(ctx context.Context, b *bench, n *node, _ int) {
 		cancel()
 		check(errors.Join(err, <-ended), "while "+d.what)
 		n.rest()
-		b.progress("%s, while %s: p99 %s", n.name, d.what, duration(percentile(n.series[d.series()], 0.99)))
+		_, peak, err := machine.Memory(n.process.PID)
+		check(err)
+		b.progress("%s, while %s: p99 %s; at its highest so far, %s", n.name, d.what, duration(percentile(n.series[d.series()], 0.99)),
+			mebibytes(float64(peak)))
 	}
 }
 

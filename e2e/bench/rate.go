@@ -15,12 +15,13 @@ import (
 	"nodeproxy/e2e/probe"
 )
 
-// outstanding is a change that no packet has shown the effect of yet.
-type outstanding struct {
+// change is a change made at a steady pace, and when it took effect.
+type change struct {
 	service  *service
 	endpoint netip.Addr
 	begun    time.Time
 	due      time.Time // of the next probe
+	inForce  time.Time // when a packet reached the endpoint
 }
 
 // steady is the step of changes at a pace, and nothing else.
@@ -64,20 +65,20 @@ func (b *bench) watch(ctx context.Context) *watcher {
 // watchedLimit is how long after all changes are in force the watcher may learn of the last.
 const watchedLimit = 30 * time.Second
 
-// took returns how long after it was made the watcher learned of each change; none if it did not learn of all, as the API server may end a
-// watch at any time.
-func (w *watcher) took(begun map[netip.Addr]time.Time) []time.Duration {
+// learned returns when the watcher learned of each of these endpoints; nil if it did not learn of all, as the API server may end a watch at
+// any time.
+func (w *watcher) learned(endpoints []netip.Addr) map[netip.Addr]time.Time {
 	for since := time.Now(); time.Since(since) < watchedLimit; time.Sleep(10 * time.Millisecond) {
+		learned := map[netip.Addr]time.Time{}
 		w.mu.Lock()
-		var took []time.Duration
-		for a, made := range begun {
+		for _, a := range endpoints {
 			if at, known := w.at[a]; known {
-				took = append(took, at.Sub(made))
+				learned[a] = at
 			}
 		}
 		w.mu.Unlock()
-		if len(took) == len(begun) {
-			return took
+		if len(learned) == len(endpoints) {
+			return learned
 		}
 	}
 	return nil
@@ -86,11 +87,10 @@ func (w *watcher) took(begun map[netip.Addr]time.Time) []time.Duration {
 // paced makes changes as bench.change does, but b.rate times a second, whether the change before has taken effect or not.
 func (b *bench) paced(ctx context.Context, n *node, series string) {
 	count := int(b.rateDuration.Seconds() * float64(b.options.rate))
-	made := make(chan *outstanding, count) // sending never waits for the probes
+	made := make(chan *change, count) // sending never waits for the probes
 	failed := make(chan error, count)
 	over := make(chan struct{}) // Where one comes too late, others may be left to make.
 	defer close(over)
-	begun := map[netip.Addr]time.Time{}
 	w := b.watch(ctx)
 	defer w.stop()
 	go func() {
@@ -109,8 +109,7 @@ func (b *bench) paced(ctx context.Context, n *node, series string) {
 				return
 			}
 			now := time.Now()
-			begun[s.endpoints[0]] = now
-			made <- &outstanding{service: s, endpoint: s.endpoints[0], begun: now, due: now.Add(soonest)}
+			made <- &change{service: s, endpoint: s.endpoints[0], begun: now, due: now.Add(soonest)}
 			go func() {
 				if err := patch(ctx); err != nil {
 					failed <- err
@@ -118,17 +117,31 @@ func (b *bench) paced(ctx context.Context, n *node, series string) {
 			}()
 		}
 	}()
-	n.inClient(func() { n.series[series] = must(probeAll(b.prober, made, failed, b.limit)) })
-	if got := len(n.series[series]); got != count {
+	var seen []*change
+	n.inClient(func() { seen = must(probeAll(b.prober, made, failed, b.limit)) })
+	if got := len(seen); got != count {
 		check(fmt.Errorf("%d of %d changes were made", got, count))
 	}
-	if took := w.took(begun); took != nil {
-		n.series[series+watchedSuffix] = took
+	var endpoints []netip.Addr
+	for _, c := range seen {
+		endpoints = append(endpoints, c.endpoint)
+	}
+	learned := w.learned(endpoints)
+	for _, c := range seen {
+		n.series[series] = append(n.series[series], c.inForce.Sub(c.begun))
+		if at, is := learned[c.endpoint]; is {
+			n.series[series+watchedSuffix] = append(n.series[series+watchedSuffix], at.Sub(c.begun))
+			n.series[series+afterSuffix] = append(n.series[series+afterSuffix], max(0, c.inForce.Sub(at)))
+		}
 	}
 }
 
-// watchedSuffix is appended to the name of a series, for the times until a client that only watches learned of its changes.
-const watchedSuffix = " watched"
+// Suffixes are appended to the name of a series: for the times until a client that only watches learned of its changes, and for those from
+// then on.
+const (
+	watchedSuffix = " watched"
+	afterSuffix   = " after"
+)
 
 // soonest is the time from a change to its first probe, and, where the prober does not want more, the least time between two probes of one
 // change.
@@ -138,9 +151,9 @@ const soonest = time.Millisecond
 // again after a tenth of the time that it has been waiting; but as proxies program what has gathered in one go, all are probed at once when
 // one is seen. So what it finds is exact to some percent, by a few hundred probes a second.
 func probeAll(
-	prober probe.Prober, made <-chan *outstanding, failed <-chan error, limit time.Duration,
-) (took []time.Duration, err error) {
-	var waiting []*outstanding
+	prober probe.Prober, made <-chan *change, failed <-chan error, limit time.Duration,
+) (seen []*change, err error) {
+	var waiting []*change
 	for open := true; open || len(waiting) > 0; {
 		select {
 		case err := <-failed:
@@ -153,7 +166,7 @@ func probeAll(
 				if open = ok; !ok {
 					break
 				}
-				if slices.ContainsFunc(waiting, func(other *outstanding) bool { return other.service == c.service }) {
+				if slices.ContainsFunc(waiting, func(other *change) bool { return other.service == c.service }) {
 					return nil, fmt.Errorf("service %s changes again before it was seen to have changed: there are too few", c.service.name)
 				}
 				waiting = append(waiting, c)
@@ -161,9 +174,9 @@ func probeAll(
 				more = false
 			}
 		}
-		var c *outstanding // The one whose probe is due first, and of those the oldest.
+		var c *change // The one whose probe is due first, and of those the oldest.
 		if len(waiting) > 0 {
-			c = slices.MinFunc(waiting, func(a, b *outstanding) int { return a.due.Compare(b.due) })
+			c = slices.MinFunc(waiting, func(a, b *change) int { return a.due.Compare(b.due) })
 		}
 		if c == nil || time.Until(c.due) > 0 {
 			time.Sleep(soonest / 2)
@@ -176,8 +189,8 @@ func probeAll(
 		case err != nil:
 			return nil, err
 		case endpoint == c.endpoint:
-			took = append(took, age)
-			waiting = slices.DeleteFunc(waiting, func(other *outstanding) bool { return other == c })
+			c.inForce, seen = now, append(seen, c)
+			waiting = slices.DeleteFunc(waiting, func(other *change) bool { return other == c })
 			for _, other := range waiting {
 				if other.due.After(now) {
 					other.due = now
@@ -189,5 +202,5 @@ func probeAll(
 			c.due = now.Add(max(soonest, prober.Pause(0), age/10))
 		}
 	}
-	return took, nil
+	return seen, nil
 }

@@ -58,6 +58,8 @@ func worstRows(o *options) []row {
 	rows := []row{
 		{what: changed + "p50", key: "together p50", show: seconds},
 		{what: "  the worst", key: "together max", show: seconds, most: goal.together},
+		{what: "  until a client that only watches has all, p50", key: "together" + watchedSuffix + " p50", show: seconds},
+		{what: "    the worst", key: "together" + watchedSuffix + " max", show: seconds},
 	}
 	paced := func(what, series string) []row {
 		return []row{
@@ -66,7 +68,8 @@ func worstRows(o *options) []row {
 			{what: "  the worst", key: series + " max", show: seconds},
 			{what: "    by p99", key: series + " spread", show: times, most: 3, alone: true},
 			{what: "  until a client that only watches has it, p99", key: series + watchedSuffix + " p99", show: seconds},
-			{what: "    the worst", key: series + watchedSuffix + " max", show: seconds},
+			{what: "    from then on, p99", key: series + afterSuffix + " p99", show: seconds},
+			{what: "      the worst", key: series + afterSuffix + " max", show: seconds},
 		}
 	}
 	rows = append(rows, paced(fmt.Sprintf("%d changes/s for %s, PATCH to packets", o.rate, o.rateDuration), "paced")...)
