@@ -261,7 +261,7 @@ func (e *engine) syncChanged(ctx context.Context, p *plan.Plan, changed plan.Key
 }
 
 // ran counts a run of iptables-restore.
-func (e *engine) ran(input string, err error) {
+func (e *engine) ran(input xtables.Input, err error) {
 	if err != nil {
 		e.counts.failed(e.family)
 	} else {

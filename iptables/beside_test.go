@@ -403,7 +403,7 @@ type lockedKernel struct {
 	mu sync.Mutex
 }
 
-func (k *lockedKernel) Restore(input string) error {
+func (k *lockedKernel) Restore(input xtables.Input) error {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	return k.Kernel.Restore(input)

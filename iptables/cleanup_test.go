@@ -150,11 +150,11 @@ type stubborn struct {
 	then  func()
 }
 
-func (k *stubborn) Restore(text string) error {
+func (k *stubborn) Restore(input xtables.Input) error {
 	if len(k.Restores) < k.takes {
-		return k.Kernel.Restore(text)
+		return k.Kernel.Restore(input)
 	}
-	k.Restores = append(k.Restores, text)
+	k.Restores = append(k.Restores, input.String())
 	k.then()
 	return k.err
 }
@@ -202,7 +202,7 @@ func TestCleanupOfRealTables(t *testing.T) {
 				fmt.Fprintf(&input, ":%s%02d - [0:0]\n:%s%02d - [0:0]\n", names.PrefixCluster, i, names.PrefixEndpoint, i)
 				fmt.Fprintf(&input, "-A %s%02d -j %s%02d\n", names.PrefixCluster, i, names.PrefixEndpoint, i)
 			}
-			require.NoError(t, k.Restore(input.String()+"-A OTHERS -j "+wanted+"\nCOMMIT\n"))
+			require.NoError(t, k.Restore(xtables.Text(input.String()+"-A OTHERS -j "+wanted+"\nCOMMIT\n")))
 			lines, err := xtables.Cleanup(t.Context(), false, v)
 			if len(lines) != 40 || err == nil || strings.Count(err.Error(), " stays") != 1 ||
 				!strings.Contains(err.Error(), "chain "+wanted+" of table nat stays, since rules in OTHERS lead to it: ") {
@@ -212,7 +212,7 @@ func TestCleanupOfRealTables(t *testing.T) {
 			if left := oursLeft(held); err != nil || !slices.Equal(left, []string{wanted}) || len(held["OTHERS"]) != 1 {
 				t.Errorf("%s, %s: %q are left, %v", v, f, left, err)
 			}
-			assert.NoError(t, k.Restore("*nat\n-F OTHERS\nCOMMIT\n"))
+			assert.NoError(t, k.Restore(xtables.Text("*nat\n-F OTHERS\nCOMMIT\n")))
 			if lines, err := xtables.Cleanup(t.Context(), false, v); len(lines) != 1 || err != nil {
 				t.Errorf("%s, %s: %q, %v", v, f, lines, err)
 			}

@@ -90,7 +90,7 @@ func modesReplaceEachOther(t *testing.T, v xtables.Variant, f plan.Family) {
 	if f == plan.IPv6 {
 		text = strings.NewReplacer("192.0.2.1/32", "2001:db8::1/128", "192.0.2.9/32", "2001:db8::9/128").Replace(text)
 	}
-	if err := tables.Kernel.Restore(text); err != nil {
+	if err := tables.Kernel.Restore(xtables.Text(text)); err != nil {
 		t.Error(err)
 		return
 	}
@@ -129,7 +129,7 @@ func TestFixedRender(t *testing.T) {
 	}
 	applied := allTables(t, k)
 	rendered := xtablestest.New()
-	require.NoError(t, rendered.Restore(testFixed().Render()))
+	require.NoError(t, rendered.Restore(xtables.Text(testFixed().Render())))
 	if got := allTables(t, rendered); got != applied {
 		t.Errorf("differs:\n%s", diffLines(applied, got))
 	}
@@ -148,7 +148,7 @@ func TestFixedChainInUse(t *testing.T) {
 		const name = "KUBE-SVC-AAAAAAAAAAAAAAAA"
 		write := func(text string) {
 			t.Helper()
-			require.NoError(t, x.Kernel.Restore(text))
+			require.NoError(t, x.Kernel.Restore(xtables.Text(text)))
 		}
 		write("*nat\n:" + name + " - [0:0]\n:KUBE-SEP-AAAAAAAAAAAAAAAA - [0:0]\n:OTHERS - [0:0]\n-A " + name +
 			" -j KUBE-SEP-AAAAAAAAAAAAAAAA\n-A OTHERS -p tcp -j " + name + "\n-A PREROUTING -j " + name + "\nCOMMIT\n")

@@ -231,11 +231,7 @@ func (f *fullSync) services(services []*plan.ServicePort) error {
 // keep the rules that they have, or are left out if they have none, and the others work.
 func (f *fullSync) writeAll(list []own) error {
 	search := xtables.Search[own]{Works: f.Works, Try: func(batch []own) error {
-		var step []xtables.Change
-		for _, o := range batch {
-			step = append(step, o.changes...)
-		}
-		return f.write(step)
+		return f.write(changesOf(batch))
 	}, Refused: func(o own, err error) { f.refuse(o.sp, false, err) }}
 	var load xtables.Load
 	first := 0
@@ -266,9 +262,11 @@ func (f *fullSync) write(steps ...[]xtables.Change) error {
 	if err := f.Write(f.ctx, f.actual, steps...); err != nil {
 		return err
 	}
-	for _, c := range slices.Concat(steps...) {
-		if c.Op == xtables.Write {
-			f.written++
+	for _, step := range steps {
+		for _, c := range step {
+			if c.Op == xtables.Write {
+				f.written++
+			}
 		}
 	}
 	return nil

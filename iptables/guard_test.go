@@ -35,7 +35,7 @@ func TestProgramsThatHang(t *testing.T) {
 	const limit = 100 * time.Millisecond
 	u := &xtables.Program{Variant: xtables.NFT, Path: hangs, RestorePath: hangs, SavePath: hangs, RestoreTime: limit, SaveTime: limit}
 	var refused *xtables.RestoreError
-	if err := u.Restore("*nat\nCOMMIT\n"); err == nil || errors.As(err, &refused) || !strings.Contains(err.Error(), "was ended") {
+	if err := u.Restore(xtables.Text("*nat\nCOMMIT\n")); err == nil || errors.As(err, &refused) || !strings.Contains(err.Error(), "was ended") {
 		t.Errorf("restore: %v", err)
 	}
 	b := &Backend{PerFamily: backend.PerFamily[*engine]{Engines: []*engine{{Writer: u.Writer(nil), family: plan.IPv4}}}}

@@ -164,8 +164,8 @@ func TestMangleOfOtherMode(t *testing.T) {
 		exists, err := e.Kernel.Exists(names.Mangle)
 		require.NoError(t, err)
 		require.False(t, exists)
-		require.NoError(t, e.Kernel.Restore("*mangle\n:KUBE-IPVS-MARK - [0:0]\n:OTHERS - [0:0]\n-A INPUT -j KUBE-IPVS-MARK\n"+
-			"-A INPUT -j OTHERS\n-A KUBE-IPVS-MARK -j DROP\nCOMMIT\n"))
+		require.NoError(t, e.Kernel.Restore(xtables.Text("*mangle\n:KUBE-IPVS-MARK - [0:0]\n:OTHERS - [0:0]\n-A INPUT -j KUBE-IPVS-MARK\n"+
+			"-A INPUT -j OTHERS\n-A KUBE-IPVS-MARK -j DROP\nCOMMIT\n")))
 		program(t, e, &plan.Plan{}, plan.Everything())
 		held, err := e.Kernel.Save(t.Context(), names.Mangle)
 		require.NoError(t, err)
@@ -195,9 +195,9 @@ type notedRestores struct {
 	texts []string
 }
 
-func (n *notedRestores) Restore(text string) error {
-	n.texts = append(n.texts, text)
-	return n.Kernel.Restore(text)
+func (n *notedRestores) Restore(input xtables.Input) error {
+	n.texts = append(n.texts, input.String())
+	return n.Kernel.Restore(input)
 }
 
 // diffLines shows the lines that only one of two texts has.
@@ -238,7 +238,7 @@ func TestChainInUse(t *testing.T) {
 			}
 		}
 		others := "*nat\n:OTHERS - [0:0]\n-A OTHERS -p tcp -j " + name + "\nCOMMIT\n"
-		require.NoError(t, e.Kernel.Restore(others))
+		require.NoError(t, e.Kernel.Restore(xtables.Text(others)))
 		p.Delete(sp.Key)
 		_ = sync(plan.Only(plan.Keys{sp.Key: {}})) // It fails, and the next one compares everything.
 		for range 2 {
@@ -249,7 +249,7 @@ func TestChainInUse(t *testing.T) {
 			}
 		}
 		compareAgain(t, e, p)
-		require.NoError(t, e.Kernel.Restore("*nat\n:OTHERS - [0:0]\n-X OTHERS\nCOMMIT\n"))
+		require.NoError(t, e.Kernel.Restore(xtables.Text("*nat\n:OTHERS - [0:0]\n-X OTHERS\nCOMMIT\n")))
 		require.NoError(t, sync(plan.Everything()))
 		same(t, "in the end", ours(t, e.Kernel), wantText(p, plan.IPv4))
 	})

@@ -37,7 +37,7 @@ func (w *heapWatch) Save(ctx context.Context, t names.Table, known ...xtables.Co
 	return out, err
 }
 
-func (w *heapWatch) Restore(input string) error {
+func (w *heapWatch) Restore(input xtables.Input) error {
 	w.look()
 	return w.Kernel.Restore(input)
 }

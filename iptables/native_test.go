@@ -98,7 +98,7 @@ func besideNativeRules(t *testing.T, add, rule string) {
 	// A Service that changes, one that goes, a jump that somebody removes.
 	p.Set(plantest.LargeService(3, 5000, 2))
 	p.Delete(p.Sorted(plan.IPv4)[9].Key)
-	if err := k.Kernel.Restore("*nat\n-D PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\nCOMMIT\n"); err != nil {
+	if err := k.Kernel.Restore(xtables.Text("*nat\n-D PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\nCOMMIT\n")); err != nil {
 		t.Error(err)
 	}
 	sync(e)

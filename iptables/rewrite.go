@@ -154,11 +154,12 @@ func ownerIn(chain string) string {
 
 func ownerOf(sp *plan.ServicePort) string { return serviceChain("", sp.Key) }
 
-func changesOf(list []own) (out []xtables.Change) {
-	for _, o := range list {
-		out = append(out, o.changes...)
+func changesOf(list []own) []xtables.Change {
+	all := make([][]xtables.Change, len(list))
+	for i, o := range list {
+		all[i] = o.changes
 	}
-	return out
+	return slices.Concat(all...) // There may be tens of thousands: this makes room for them at once.
 }
 
 // dispatchOrRefuse writes what leads to the ServicePorts' chains, without those ServicePorts whose entries the kernel refuses.

@@ -1,9 +1,10 @@
 package iptables
 
 import (
-	"strings"
+	"bytes"
 
 	"nodeproxy/kernel/names"
+	"nodeproxy/kernel/xtables"
 	"nodeproxy/plan"
 )
 
@@ -43,16 +44,16 @@ func (c *ruleCounts) failed(f plan.Family) {
 }
 
 // wrote counts the rules in an input of iptables-restore, and returns how many chains it writes or removes, and how many rules.
-func (c *ruleCounts) wrote(text string) (chains, rules int) {
+func (c *ruleCounts) wrote(input xtables.Input) (chains, rules int) {
 	var in names.Table
-	for line := range strings.Lines(text) {
-		if name, ok := strings.CutPrefix(line, "*"); ok {
-			in = names.Table(strings.TrimSuffix(name, "\n"))
-		} else if strings.HasPrefix(line, "-A ") {
+	for line := range input {
+		if name, ok := bytes.CutPrefix(line, []byte("*")); ok {
+			in = names.Table(bytes.TrimSuffix(name, []byte("\n")))
+		} else if bytes.HasPrefix(line, []byte("-A ")) {
 			if rules++; c.observer != nil {
 				c.written[in]++
 			}
-		} else if strings.HasPrefix(line, ":") || strings.HasPrefix(line, "-X ") {
+		} else if line[0] == ':' || bytes.HasPrefix(line, []byte("-X ")) {
 			chains++
 		}
 	}

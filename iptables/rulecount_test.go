@@ -118,7 +118,7 @@ func TestFixedRestoreFailure(t *testing.T) {
 	failed := 0
 	k := xtablestest.New()
 	k.Refuse = "COMMIT"
-	x := &xtables.Tables{Family: plan.IPv6, Writer: &xtables.Writer{Kernel: k, Ran: func(_ string, err error) {
+	x := &xtables.Tables{Family: plan.IPv6, Writer: &xtables.Writer{Kernel: k, Ran: func(_ xtables.Input, err error) {
 		if err != nil {
 			failed++
 		}

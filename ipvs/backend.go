@@ -187,7 +187,7 @@ func (b *Backend) engine(f plan.Family, t *xtables.Tables) *engine {
 			" that uses marks too", "family", f, "error", nft.ErrAbsent)
 	}
 	t.Found, t.NativeRules = &e.ruleDrift, b.cfg.NativeRules
-	t.Ran = func(_ string, err error) {
+	t.Ran = func(_ xtables.Input, err error) {
 		if err != nil && b.cfg.RestoreFailed != nil {
 			b.cfg.RestoreFailed(f)
 		}

@@ -1,6 +1,8 @@
 package xtables
 
 import (
+	"io"
+	"iter"
 	"slices"
 	"strings"
 
@@ -83,46 +85,105 @@ func (t Content) apply(c Change) {
 	}
 }
 
-// input is the text by which iptables-restore --noflush makes steps one after the other. All that a step changes in a table
-// changes at once.
-func input(steps [][]Change) string {
-	var out strings.Builder
-	size := 0
-	for _, step := range steps {
-		for _, c := range step {
-			size += c.size()
-		}
-	}
-	out.Grow(size)
-	for _, step := range steps {
-		var done []names.Table
-		for _, c := range step {
-			if !slices.Contains(done, c.Table) {
-				appendTable(&out, c.Table, step)
-				done = append(done, c.Table)
+// An Input is what iptables-restore --noflush is to read: its lines, with their ends. It can be read again; each line is valid until the next
+// one. As a text, that of a whole table would take as much memory as the rules do.
+type Input iter.Seq[[]byte]
+
+// Text returns the Input with these lines.
+func Text(lines string) Input {
+	return func(yield func([]byte) bool) {
+		for line := range strings.Lines(lines) {
+			if !yield([]byte(line)) {
+				return
 			}
 		}
 	}
+}
+
+// String returns all lines.
+func (i Input) String() string {
+	var out strings.Builder
+	_, _ = i.WriteTo(&out)
 	return out.String()
 }
 
-// size is about the length of a change in the input of iptables-restore.
-func (c Change) size() int {
-	n := len("-X :\n - [0:0]\n") + 2*len(c.Chain)
-	for _, r := range c.Rules {
-		n += len("-A  1 \n") + len(c.Chain) + len(r)
+// pieceSize is about how much of an Input is written at a time, in bytes: as much as a pipe takes.
+const pieceSize = 64 << 10
+
+// WriteTo implements io.WriterTo.
+func (i Input) WriteTo(to io.Writer) (n int64, err error) {
+	var piece []byte
+	write := func() bool {
+		var written int
+		written, err = to.Write(piece)
+		n, piece = n+int64(written), piece[:0]
+		return err == nil
+	}
+	for line := range i {
+		if piece = append(piece, line...); len(piece) >= pieceSize && !write() {
+			return n, err
+		}
+	}
+	write()
+	return n, err
+}
+
+// contains reports whether a line begins with a prefix.
+func (i Input) contains(prefix string) bool {
+	for line := range i {
+		if strings.HasPrefix(string(line), prefix) {
+			return true
+		}
+	}
+	return false
+}
+
+// lines returns how many there are.
+func (i Input) lines() (n int) {
+	for range i {
+		n++
 	}
 	return n
 }
 
-// appendTable writes those of the changes that are of one table. The line of a chain empties the chain if it exists and makes it if not;
-// so chains to be removed have one too, since only an empty chain can be removed. All other chains stay as they are.
-func appendTable(out *strings.Builder, t names.Table, changes []Change) {
-	put := func(words ...string) {
-		for _, w := range words {
-			out.WriteString(w)
+// input makes steps one after the other. All that a step changes in a table changes at once.
+func input(steps [][]Change) Input {
+	return func(yield func([]byte) bool) {
+		out := lineWriter{yield: yield}
+		for _, step := range steps {
+			var done []names.Table
+			for _, c := range step {
+				if !slices.Contains(done, c.Table) {
+					out.table(c.Table, step)
+					done = append(done, c.Table)
+				}
+			}
 		}
 	}
+}
+
+// lineWriter passes lines on, until one is not wanted any more.
+type lineWriter struct {
+	yield func([]byte) bool
+	over  bool
+	line  []byte
+}
+
+func (w *lineWriter) put(words ...string) {
+	if w.over {
+		return
+	}
+	w.line = w.line[:0]
+	for _, word := range words {
+		w.line = append(w.line, word...)
+	}
+	w.line = append(w.line, '\n')
+	w.over = !w.yield(w.line)
+}
+
+// table writes those of the changes that are of one table. The line of a chain empties the chain if it exists and makes it if not; so chains
+// to be removed have one too, since only an empty chain can be removed. All other chains stay as they are.
+func (w *lineWriter) table(t names.Table, changes []Change) {
 	each := func(do func(c Change)) {
 		for _, c := range changes {
 			if c.Table == t {
@@ -130,43 +191,37 @@ func appendTable(out *strings.Builder, t names.Table, changes []Change) {
 			}
 		}
 	}
-	put("*", string(t), "\n")
+	w.put("*", string(t))
 	each(func(c Change) {
 		if c.Op == Write || c.Op == Empty || c.Op == Remove || c.Op == Append && !c.Exists {
-			put(":", c.Chain, " - [0:0]\n")
+			w.put(":", c.Chain, " - [0:0]")
 		}
 	})
 	each(func(c Change) {
-		switch c.Op {
-		case Write, Append:
-			appendRules(out, "-A ", c)
-		case Delete:
-			appendRules(out, "-D ", c)
-		case Insert:
-			for _, r := range c.Rules {
-				put("-I ", c.Chain, " 1 ", r, "\n")
+		for _, r := range c.Rules {
+			switch c.Op {
+			case Write, Append:
+				w.put("-A ", c.Chain, " ", r)
+			case Delete:
+				w.put("-D ", c.Chain, " ", r)
+			case Insert:
+				w.put("-I ", c.Chain, " 1 ", r)
 			}
 		}
 	})
 	each(func(c Change) {
 		if c.Op == Remove {
-			put("-X ", c.Chain, "\n")
+			w.put("-X ", c.Chain)
 		}
 	})
-	put("COMMIT\n")
-}
-
-func appendRules(out *strings.Builder, command string, c Change) {
-	for _, r := range c.Rules {
-		out.WriteString(command)
-		out.WriteString(c.Chain)
-		out.WriteByte(' ')
-		out.WriteString(r)
-		out.WriteByte('\n')
-	}
+	w.put("COMMIT")
 }
 
 // AppendTo writes the chain's rules as iptables-save prints them, each behind a prefix.
 func (c Chain) AppendTo(out *strings.Builder, prefix string) {
-	appendRules(out, prefix+"-A ", WriteChain(c))
+	for _, r := range c.Rules {
+		for _, s := range [...]string{prefix, "-A ", c.Name, " ", r, "\n"} {
+			out.WriteString(s)
+		}
+	}
 }

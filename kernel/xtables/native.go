@@ -179,20 +179,21 @@ type deletion struct {
 
 // deletions splits input for iptables-restore into what that program can do and the removal of rules from chains with native rules,
 // as far as is known from the last save.
-func (t *Program) deletions(text string) (string, []deletion) {
+func (t *Program) deletions(input Input) (Input, []deletion) {
 	t.nativeMu.Lock()
 	defer t.nativeMu.Unlock()
 	native := false
 	for _, chains := range t.native {
 		native = native || len(chains) > 0
 	}
-	if !native || !strings.Contains(text, "\n-D ") {
-		return text, nil
+	if !native || !input.contains("-D ") {
+		return input, nil
 	}
 	var rest strings.Builder
 	var out []deletion
 	var in names.Table
-	for line := range strings.Lines(text) {
+	for raw := range input {
+		line := string(raw)
 		if name, is := strings.CutPrefix(line, "*"); is {
 			in = names.Table(strings.TrimSpace(name))
 		}
@@ -204,7 +205,7 @@ func (t *Program) deletions(text string) (string, []deletion) {
 		}
 		rest.WriteString(line)
 	}
-	return rest.String(), out
+	return Text(rest.String()), out
 }
 
 // delete removes rules by the handles that the kernel knows them by. One that is gone already is no error.

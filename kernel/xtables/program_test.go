@@ -44,7 +44,7 @@ func TestRestoreErrorShowsTheLine(t *testing.T) {
 		t.Run(string(v), func(t *testing.T) {
 			nstest.Run(t, func() {
 				k := findProgram(t, v, plan.IPv4)
-				err := k.Restore("*nat\n:KUBE-A - [0:0]\n-A KUBE-A -j RETURN\n-A KUBE-A -j KUBE-MISSING\nCOMMIT\n")
+				err := k.Restore(Text("*nat\n:KUBE-A - [0:0]\n-A KUBE-A -j RETURN\n-A KUBE-A -j KUBE-MISSING\nCOMMIT\n"))
 				if err == nil {
 					t.Fatal("a jump to a chain that does not exist was accepted")
 				}
@@ -106,7 +106,7 @@ func TestRestoreErrorOfBadRule(t *testing.T) {
 					fmt.Fprintf(&input, "-A KUBE-A -s 10.0.0.%d/%d -j RETURN\n", i, mask)
 				}
 				input.WriteString("COMMIT\n")
-				err := findProgram(t, v, plan.IPv4).Restore(input.String())
+				err := findProgram(t, v, plan.IPv4).Restore(Text(input.String()))
 				var refused *RestoreError
 				if !errors.As(err, &refused) {
 					t.Errorf("a mask of 33 bits gives %v", err)
@@ -246,7 +246,7 @@ func TestOutputHeldOpen(t *testing.T) {
 	path := filepath.Join(dir, "restore")
 	nstest.Script(t, path, "cat >/dev/null\ncat "+fifo+" &\n")
 	program := &Program{RestorePath: path, RestoreTime: 3 * time.Minute}
-	err = program.restoreText("*nat\nCOMMIT\n")
+	err = program.restore(Text("*nat\nCOMMIT\n"))
 	var refused *RestoreError
 	if err == nil || errors.As(err, &refused) {
 		t.Errorf("got %v", err)
@@ -273,16 +273,16 @@ func TestPrepare(t *testing.T) {
 	}
 	program.Prepare()
 	program.Prepare()
-	require.NoError(t, program.restoreText("one\n"))
+	require.NoError(t, program.restore(Text("one\n")))
 	want(1, "one\n")
-	require.NoError(t, program.restoreText("two\n"))
+	require.NoError(t, program.restore(Text("two\n")))
 	want(2, "one\ntwo\n")
 	program.Prepare()
 	killed := program.ahead.cmd.Process
 	require.NoError(t, killed.Kill())
 	require.NoError(t, unix.Waitid(unix.P_PID, killed.Pid, nil, unix.WEXITED|unix.WNOWAIT, nil))
 	require.NoError(t, os.WriteFile(begun, nil, 0o600)) // It may have come so far, or not.
-	require.NoError(t, program.restoreText("three\n"))
+	require.NoError(t, program.restore(Text("three\n")))
 	want(1, "one\ntwo\nthree\n")
 	program.Prepare()
 	waits := program.ahead.cmd
@@ -304,7 +304,7 @@ func TestPrepared(t *testing.T) {
 			nstest.Run(t, func() {
 				k := findProgram(t, v, plan.IPv4)
 				defer k.Close()
-				assert.NoError(t, k.Restore("*nat\n:GOES - [0:0]\n:STAYS - [0:0]\n-A STAYS -j ACCEPT\nCOMMIT\n"))
+				assert.NoError(t, k.Restore(Text("*nat\n:GOES - [0:0]\n:STAYS - [0:0]\n-A STAYS -j ACCEPT\nCOMMIT\n")))
 				k.Prepare()
 				if !assert.NotNil(t, k.ahead) {
 					return
@@ -313,7 +313,7 @@ func TestPrepared(t *testing.T) {
 				sh(t, other+"-X GOES")
 				sh(t, other+"-N NEW")
 				sh(t, other+"-I STAYS -j RETURN")
-				assert.NoError(t, k.Restore("*nat\n:GOES - [0:0]\n-A GOES -j NEW\n-D STAYS -j ACCEPT\nCOMMIT\n"))
+				assert.NoError(t, k.Restore(Text("*nat\n:GOES - [0:0]\n-A GOES -j NEW\n-D STAYS -j ACCEPT\nCOMMIT\n")))
 				assert.Nil(t, k.ahead)
 				nat, err := k.Save(t.Context(), names.NAT)
 				assert.NoError(t, err)
@@ -368,7 +368,7 @@ func TestRead(t *testing.T) {
 				k := findProgram(t, v, plan.IPv4)
 				var told []NativeRules
 				k.OnNativeRules = func(n NativeRules) { told = append(told, n) }
-				assert.NoError(t, k.Restore("*nat\n:A - [0:0]\n:B - [0:0]\n:C - [0:0]\n-A A -j RETURN\n-A B -j RETURN\nCOMMIT\n"))
+				assert.NoError(t, k.Restore(Text("*nat\n:A - [0:0]\n:B - [0:0]\n:C - [0:0]\n-A A -j RETURN\n-A B -j RETURN\nCOMMIT\n")))
 				sh(t, fmt.Sprintf("iptables-%s -t nat -A POSTROUTING -j C", v))
 				r, err := k.Read(t.Context(), names.NAT)
 				if !assert.NoError(t, err) {
@@ -382,7 +382,7 @@ func TestRead(t *testing.T) {
 				}
 				assert.Subset(t, r.Names, []string{"A", "B", "C", "POSTROUTING"})
 				part(Content{"A": {"-j RETURN"}}, "A", "OTHER")
-				assert.NoError(t, k.Restore("*nat\n:A - [0:0]\n:B - [0:0]\n-X A\n-A B -j ACCEPT\nCOMMIT\n"))
+				assert.NoError(t, k.Restore(Text("*nat\n:A - [0:0]\n:B - [0:0]\n-X A\n-A B -j ACCEPT\nCOMMIT\n")))
 				if v == Legacy {
 					part(Content{"A": {"-j RETURN"}, "B": {"-j RETURN"}, "C": nil}, "A", "B", "C")
 					return
@@ -420,7 +420,7 @@ func programWithChains(t *testing.T, n int) (*Program, Content) {
 		want[name] = []string{fmt.Sprintf("-s 192.0.2.%d/32 -j RETURN", i)}
 		text += fmt.Sprintf(":%s - [0:0]\n-A %s %s\n", name, name, want[name][0])
 	}
-	assert.NoError(t, k.Restore(text+"COMMIT\n"))
+	assert.NoError(t, k.Restore(Text(text+"COMMIT\n")))
 	return k, want
 }
 

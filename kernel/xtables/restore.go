@@ -16,20 +16,20 @@ import (
 // Restore runs iptables-restore --noflush. The end of the daemon does not interrupt it once it has begun: a table changes as a whole or not at
 // all, but a program that is killed between two tables leaves them at odds. Only one that hangs is ended; then what the kernel has
 // is not known, as after any error.
-func (t *Program) Restore(text string) error {
+func (t *Program) Restore(input Input) error {
 	t.written.Store(true)
-	text, deletions := t.deletions(text)
-	if err := t.restoreText(text); err != nil {
+	input, deletions := t.deletions(input)
+	if err := t.restore(input); err != nil {
 		return err
 	}
 	return t.delete(deletions)
 }
 
-func (t *Program) restoreText(text string) error {
-	limit := t.RestoreTime + time.Duration(strings.Count(text, "\n"))*lineTime
+func (t *Program) restore(input Input) error {
+	limit := t.RestoreTime + time.Duration(input.lines())*lineTime
 	if r := t.ahead; r != nil {
 		t.ahead = nil
-		if taken, err := r.run(text, limit); taken {
+		if taken, err := r.run(input, limit); taken {
 			return err
 		}
 		// Somebody had ended it.
@@ -38,7 +38,7 @@ func (t *Program) restoreText(text string) error {
 	if err != nil {
 		return &RestoreError{Program: t.RestorePath, Err: err}
 	}
-	_, err = r.run(text, limit)
+	_, err = r.run(input, limit)
 	return err
 }
 
@@ -91,7 +91,7 @@ func (t *Program) start() (*restoring, error) {
 }
 
 // run gives the program its input, and waits for its end. taken is false where it has taken nothing of that.
-func (r *restoring) run(text string, limit time.Duration) (taken bool, err error) {
+func (r *restoring) run(input Input, limit time.Duration) (taken bool, err error) {
 	defer r.end()
 	defer time.AfterFunc(limit, r.end).Stop()
 	pid := uint32(r.cmd.Process.Pid)
@@ -99,7 +99,7 @@ func (r *restoring) run(text string, limit time.Duration) (taken bool, err error
 	defer r.children.ended(pid)
 	given := make(chan bool, 1)
 	go func() { // It may hang before it has read all.
-		n, err := io.WriteString(r.input, text)
+		n, err := input.WriteTo(r.input)
 		_ = r.input.Close()
 		given <- n > 0 || err == nil
 	}()
@@ -115,7 +115,7 @@ func (r *restoring) run(text string, limit time.Duration) (taken bool, err error
 		return taken, fmt.Errorf("%s was ended, since it did not end by itself within %v: %s", r.RestorePath, limit, oneLine(r.output.String()))
 	}
 	said := r.output.String()
-	return taken, &RestoreError{Program: r.RestorePath, Message: oneLine(said), Excerpt: Excerpt(text, said), Err: err}
+	return taken, &RestoreError{Program: r.RestorePath, Message: oneLine(said), Excerpt: Excerpt(input.String(), said), Err: err}
 }
 
 // RestoreError is the error of input that iptables-restore refused.

@@ -104,5 +104,5 @@ COMMIT
 *nat
 :KUBE-N - [0:0]
 COMMIT
-`, got)
+`, got.String())
 }

@@ -30,12 +30,12 @@ func TestChangesDuringSync(t *testing.T) {
 
 	done := w.Writing()
 	sh(t, "ip6tables-legacy -w -t nat -A OUTPUT -j EARLIER")
-	require.NoError(t, ours.Restore("*nat\n:KUBE-A - [0:0]\nCOMMIT\n"))
+	require.NoError(t, ours.Restore(Text("*nat\n:KUBE-A - [0:0]\nCOMMIT\n")))
 	done()
 	assert.Equal(t, []string{"table nat (IPv6)"}, w.Changed())
 
 	done = w.Writing()
-	require.NoError(t, ours.Restore("*nat\n-A KUBE-A -j RETURN\nCOMMIT\n"))
+	require.NoError(t, ours.Restore(Text("*nat\n-A KUBE-A -j RETURN\nCOMMIT\n")))
 	done()
 	assert.Empty(t, w.Changed())
 
@@ -56,7 +56,7 @@ func TestToldDuringSync(t *testing.T) {
 
 	sh(t, "iptables-legacy -w -t nat -A EARLIER -j RETURN")
 	done := w.Writing()
-	require.NoError(t, ours.Restore("*nat\n:KUBE-A - [0:0]\nCOMMIT\n"))
+	require.NoError(t, ours.Restore(Text("*nat\n:KUBE-A - [0:0]\nCOMMIT\n")))
 	assert.Equal(t, []string{"table nat (IPv4)"}, w.Changed())
 	assert.Empty(t, w.Changed())
 	done()

@@ -17,7 +17,7 @@ type Kernel interface {
 	// Read begins to read a table that may be written meanwhile.
 	Read(ctx context.Context, t names.Table) (*Reading, error)
 	// Restore makes the changes of an input of iptables-restore --noflush.
-	Restore(input string) error
+	Restore(Input) error
 	// Prepare makes the next Restore begin sooner.
 	Prepare()
 	// Generation returns a number that changes with any change of the tables, by whomever; 0 where there is none.
@@ -32,7 +32,7 @@ type Writer struct {
 	// Log receives warnings; nil for none.
 	Log *slog.Logger
 	// Ran, if not nil, is called after each run of iptables-restore with its input and the error, if any.
-	Ran func(input string, err error)
+	Ran func(Input, error)
 
 	// stuck are the chains, by table and name, that the kernel did not remove.
 	stuck map[[2]string]bool
@@ -70,16 +70,18 @@ func (w *Writer) Write(ctx context.Context, actual map[names.Table]Content, step
 	if err := w.Restore(input(steps)); err != nil {
 		return err
 	}
-	for _, c := range slices.Concat(steps...) {
-		if t := actual[c.Table]; t != nil {
-			t.apply(c)
+	for _, step := range steps {
+		for _, c := range step {
+			if t := actual[c.Table]; t != nil {
+				t.apply(c)
+			}
 		}
 	}
 	return nil
 }
 
 // Restore runs iptables-restore, once more if another program has held the xtables lock for too long.
-func (w *Writer) Restore(input string) error {
+func (w *Writer) Restore(input Input) error {
 	err := w.run(input)
 	if isLocked(err) {
 		if w.Log != nil {
@@ -90,7 +92,7 @@ func (w *Writer) Restore(input string) error {
 	return err
 }
 
-func (w *Writer) run(input string) error {
+func (w *Writer) run(input Input) error {
 	err := w.Kernel.Restore(input)
 	if w.Ran != nil {
 		w.Ran(input, err)
@@ -100,7 +102,7 @@ func (w *Writer) run(input string) error {
 
 // Works reports whether the kernel takes anything at all. Where it does not, as without a lock or memory, a search for what it
 // refuses finds nothing, and takes two runs of iptables-restore for each thing.
-func (w *Writer) Works() bool { return w.Kernel.Restore("*nat\nCOMMIT\n") == nil }
+func (w *Writer) Works() bool { return w.Kernel.Restore(Text("*nat\nCOMMIT\n")) == nil }
 
 // A Load is what one run of iptables-restore takes on. The zero Load is nothing.
 type Load struct {

@@ -94,7 +94,8 @@ func (k *Kernel) Generation() uint32 {
 func (*Kernel) Prepare() {}
 
 // Restore is as that of xtables.Kernel.
-func (k *Kernel) Restore(text string) error {
+func (k *Kernel) Restore(input xtables.Input) error {
+	text := input.String()
 	k.Restores = append(k.Restores, text)
 	if k.Refuse != "" && strings.Contains(text, k.Refuse) {
 		return &xtables.RestoreError{Program: "fake", Message: "refused", Err: errors.New("exit status 1")}

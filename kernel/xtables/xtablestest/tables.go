@@ -274,12 +274,12 @@ func (p *Program) Generation() uint32 {
 }
 
 // Restore is as that of xtables.Kernel.
-func (p *Program) Restore(input string) error {
+func (p *Program) Restore(input xtables.Input) error {
 	if p.Dead() {
 		return errDead
 	}
-	ended := make(chan error, 1)
-	go func() { ended <- p.restore(input) }()
+	ended, text := make(chan error, 1), input.String()
+	go func() { ended <- p.restore(text) }()
 	select {
 	case err := <-ended:
 		return err
@@ -317,7 +317,7 @@ func (p *Program) commit(k *Kernel, part string) error {
 	if p.Dead() && !p.alone {
 		return errDead
 	}
-	err := k.Restore(part)
+	err := k.Restore(xtables.Text(part))
 	k.Restores = nil
 	if err == nil && (strings.Contains(part, "\n:") || strings.Contains(part, "\n-")) {
 		p.written++
