@@ -108,6 +108,9 @@ type comparison struct {
 	before, right digests
 	lost          map[names.Table]bool
 	differs       []xtables.Change
+	// written are the chains that syncs had written when the tables had been listed. They are not compared, as the rules of the snapshot may not
+	// be theirs any more, and the legacy variant would read them for nothing.
+	written map[tableChainName]bool
 }
 
 // CompareBeside implements backend.Engine.
@@ -148,6 +151,9 @@ func (c *comparison) compare() (few bool, err error) {
 		c.allowLocalnet()
 		return true, nil
 	}
+	c.syncing.Lock()
+	c.written = maps.Clone(c.touched)
+	c.syncing.Unlock()
 	few = true
 	for chain := range c.rules.chains(c.right) {
 		t := chain.Table
@@ -247,11 +253,10 @@ func (c *comparison) allowLocalnet() {
 
 // comparePart compares the next chains of a table.
 func (c *comparison) comparePart(t names.Table) (few bool, err error) {
-	part := c.part[t]
-	if len(part) == 0 {
+	part := slices.DeleteFunc(c.part[t], func(chain xtables.Chain) bool { return c.written[tableChainName{t, chain.Name}] })
+	if c.part[t], c.size[t] = nil, 0; len(part) == 0 {
 		return true, nil
 	}
-	c.part[t], c.size[t] = nil, 0
 	list, known := make([]string, 0, len(part)), make(xtables.Content, len(part))
 	for _, chain := range part {
 		list, known[chain.Name] = append(list, chain.Name), chain.Rules
@@ -271,7 +276,9 @@ func (c *comparison) comparePart(t names.Table) (few bool, err error) {
 // compareRest compares what a table has besides: jumps from built-in chains, and chains that should not be there. To know what leads
 // to those, it reads the chains of others too, unless all are as they were.
 func (c *comparison) compareRest(t names.Table) (few bool, err error) {
-	rest := slices.Sorted(maps.Keys(c.rest[t]))
+	rest := slices.DeleteFunc(slices.Sorted(maps.Keys(c.rest[t])), func(name string) bool {
+		return names.OfService(name) && c.written[tableChainName{t, name}]
+	})
 	if len(rest) > 0 && !c.lost[t] && !slices.ContainsFunc(rest, func(name string) bool { return c.right[tableChainName{t, name}] == 0 }) {
 		return true, nil
 	}
@@ -350,7 +357,7 @@ func (c *comparison) repair() (found drift.Found, again bool, err error) {
 			continue
 		}
 		slices.Sort(list)
-		actual, err := c.read(c.ctx, t, slices.Compact(list))
+		actual, err := c.readAgain(t, slices.Compact(list))
 		if err != nil {
 			return nil, true, err
 		}
@@ -368,11 +375,14 @@ func (c *comparison) repair() (found drift.Found, again bool, err error) {
 	return found, false, nil
 }
 
-// read reads some chains of a table.
-func (e *engine) read(ctx context.Context, t names.Table, chains []string) (xtables.Content, error) {
-	r, err := e.Kernel.Read(ctx, t)
+// readAgain reads chains of a table that differ from what was written, and more where a table can only be read as a whole.
+func (c *comparison) readAgain(t names.Table, chains []string) (xtables.Content, error) {
+	if c.readings[t].Digests == nil {
+		return c.Kernel.Save(c.ctx, t)
+	}
+	r, err := c.Kernel.Read(c.ctx, t)
 	if err != nil {
 		return nil, err
 	}
-	return r.Chains(ctx, chains)
+	return r.Chains(c.ctx, chains)
 }

@@ -31,9 +31,13 @@ func (e *engine) Verify(ctx context.Context, svc plan.Service) (things int, foun
 	if err != nil {
 		return 0, nil, err
 	}
-	of := map[names.Table][]string{}
+	of, known := map[names.Table][]string{}, map[names.Table]xtables.Content{}
+	for _, t := range tables {
+		known[t] = xtables.Content{}
+	}
 	for _, c := range desired.Chains {
 		of[c.Table] = append(of[c.Table], c.Name)
+		known[c.Table][c.Name] = c.Rules
 		things += max(1, len(c.Rules))
 	}
 	for _, j := range desired.Jumps {
@@ -42,7 +46,11 @@ func (e *engine) Verify(ctx context.Context, svc plan.Service) (things int, foun
 	}
 	for _, table := range tables {
 		slices.Sort(of[table])
-		actual, err := e.read(ctx, table, slices.Compact(of[table]))
+		r, err := e.Kernel.Read(ctx, table)
+		if err != nil {
+			return things, found, err
+		}
+		actual, err := r.Chains(ctx, slices.Compact(of[table]), known[table])
 		if err != nil {
 			return things, found, err
 		}

@@ -400,6 +400,40 @@ func TestRead(t *testing.T) {
 	}
 }
 
+// TestReadHashes: of chains of ours, the legacy variant keeps only hashes. One that is as known has the rules that are known; of others, the
+// table is read once more, at most.
+func TestReadHashes(t *testing.T) {
+	t.Parallel()
+	for _, f := range plan.Families {
+		nstest.Run(t, func() {
+			k := findProgram(t, Legacy, f)
+			a, b := "-s 192.0.2.1/32 -j RETURN", "-s 192.0.2.2/32 -j RETURN"
+			if f == plan.IPv6 { // The program prints them with dots.
+				a, b = "-s ::102:304/128 -j RETURN", "-s ::102:305/128 -j RETURN"
+			}
+			text := "*nat\n:KUBE-SVC-A - [0:0]\n:KUBE-SVC-B - [0:0]\n:KUBE-SVC-C - [0:0]\n:KUBE-SERVICES - [0:0]\n:OTHER - [0:0]\n"
+			for _, chain := range []string{"KUBE-SVC-A", "KUBE-SERVICES", "OTHER"} {
+				text += "-A " + chain + " " + a + "\n-A " + chain + " " + b + "\n"
+			}
+			assert.NoError(t, k.Restore(Text(text+"-A KUBE-SVC-C "+a+"\nCOMMIT\n")))
+			r, err := k.Read(t.Context(), names.NAT)
+			if !assert.NoError(t, err) {
+				return
+			}
+			assert.NoError(t, k.Restore(Text("*nat\n:KUBE-SVC-C - [0:0]\n-X KUBE-SVC-C\n:KUBE-SERVICES - [0:0]\n:OTHER - [0:0]\nCOMMIT\n")))
+			both := []string{a, b}
+			list := []string{"KUBE-SVC-A", "KUBE-SVC-B", "KUBE-SVC-C", "KUBE-SERVICES", "OTHER", "KUBE-SVC-D"}
+			got, err := r.Chains(t.Context(), list, Content{"KUBE-SVC-A": both, "KUBE-SERVICES": both})
+			assert.NoError(t, err)
+			assert.Equal(t, Content{"KUBE-SVC-A": both, "KUBE-SVC-B": nil, "KUBE-SERVICES": both, "OTHER": both}, got)
+			assert.Same(t, &both[0], &got["KUBE-SVC-A"][0])
+			got, err = r.Chains(t.Context(), list, Content{"KUBE-SVC-A": {b, a}, "KUBE-SVC-B": {a}})
+			assert.NoError(t, err)
+			assert.Equal(t, Content{"KUBE-SVC-A": both, "KUBE-SVC-B": nil, "KUBE-SERVICES": nil, "OTHER": both}, got)
+		})
+	}
+}
+
 // script returns the path of a shell script that takes the place of a program.
 func script(t *testing.T, name, text string) string {
 	path := filepath.Join(t.TempDir(), name)

@@ -3,6 +3,8 @@ package xtables
 import (
 	"context"
 	"fmt"
+	"hash/maphash"
+	"io"
 	"maps"
 	"slices"
 	"time"
@@ -47,7 +49,10 @@ func ReadingOf(content Content) *Reading {
 // read between two of them. Before version 1.8.7, a program reads all tables whatever it is to list: to read some chains takes longer
 // than to read all.
 func (t *Program) Read(ctx context.Context, tbl names.Table) (*Reading, error) {
-	if t.Variant == Legacy || slices.Compare(t.version.number[:], []int{1, 8, 7}) < 0 {
+	switch {
+	case t.Variant == Legacy:
+		return t.readHashes(ctx, tbl)
+	case slices.Compare(t.version.number[:], []int{1, 8, 7}) < 0:
 		content, err := t.Save(ctx, tbl)
 		if err != nil {
 			return nil, err
@@ -61,6 +66,81 @@ func (t *Program) Read(ctx context.Context, tbl names.Table) (*Reading, error) {
 	digests := func(names []string) ([]uint64, error) { return nft.Digests(t.Family, string(tbl), names) }
 	return &Reading{Names: r.names, Chains: r.read, Digests: digests, End: r.end}, nil
 }
+
+// hashReader is a Reading of a table that is listed as a whole. Of the rules in chains of ours, it keeps a hash for each chain until they
+// turn out to be others than the caller knows: the rules themselves would take megabytes, where nearly always all are as known.
+type hashReader struct {
+	*Program
+	table  names.Table
+	hashes map[string]uint64 // by chains of ours; 0 for one without rules
+	others Content           // chains that are not ours
+	again  Content           // the whole table, once it was needed
+}
+
+func (t *Program) readHashes(ctx context.Context, tbl names.Table) (*Reading, error) {
+	h := &hashReader{Program: t, table: tbl, hashes: map[string]uint64{}, others: Content{}}
+	from := reader{content: h.others, hashes: h.hashes, asText: func(chain string) bool { return !names.IsOurs(tbl, chain) }}
+	whole := false
+	if err := t.read(ctx, t.SavePath, "", func(out io.Reader) (err error) {
+		whole, err = from.read(out, tbl)
+		return err
+	}, "-t", string(tbl)); err != nil {
+		return nil, fmt.Errorf("reading table %s by %s: %w", tbl, t.SavePath, err)
+	}
+	if !whole {
+		return nil, t.notPrinted(tbl)
+	}
+	list := slices.AppendSeq(slices.Collect(maps.Keys(h.others)), maps.Keys(h.hashes))
+	return &Reading{Names: list, Chains: h.chains, End: func() {}}, nil
+}
+
+// chains implements Reading.Chains.
+func (h *hashReader) chains(ctx context.Context, list []string, known ...Content) (Content, error) {
+	out := make(Content, len(list))
+	for _, name := range list {
+		hash, ours := h.hashes[name]
+		rules, there := h.others[name]
+		if ours {
+			rules = rulesOf(name, known)
+			if there = hashOf(rules) == hash; !there && h.again == nil {
+				var err error
+				if h.again, err = h.Save(ctx, h.table, known...); err != nil {
+					return nil, err
+				}
+			}
+			if !there {
+				rules, there = h.again[name]
+			}
+		}
+		if there {
+			out[name] = rules
+		}
+	}
+	return out, nil
+}
+
+// rulesOf returns the rules of a chain as known by the first Content that has any.
+func rulesOf(chain string, known []Content) []string {
+	for _, k := range known {
+		if rules := k[chain]; len(rules) > 0 {
+			return rules
+		}
+	}
+	return nil
+}
+
+var hashSeed = maphash.MakeSeed()
+
+// hashOf returns a hash of rules; 0 for none.
+func hashOf(rules []string) (hash uint64) {
+	for _, r := range rules {
+		hash = hashed(hash, maphash.String(hashSeed, r))
+	}
+	return hash
+}
+
+// hashed returns a hash of rules, given one of all but the last, and one of that. It depends on their order.
+func hashed(hash, last uint64) uint64 { return hash*0x9e3779b97f4a7c15 + last }
 
 // chainReader reads chains of a table of the nft variant.
 type chainReader struct {

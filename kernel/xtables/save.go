@@ -5,6 +5,7 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"hash/maphash"
 	"io"
 	"net/netip"
 	"os/exec"
@@ -41,7 +42,11 @@ func (t *Program) Save(ctx context.Context, tbl names.Table, known ...Content) (
 		}
 		return content, nil
 	}
-	return nil, fmt.Errorf("reading table %s by %s: it does not print the table", tbl, t.SavePath)
+	return nil, t.notPrinted(tbl)
+}
+
+func (t *Program) notPrinted(tbl names.Table) error {
+	return fmt.Errorf("reading table %s by %s: it does not print the table", tbl, t.SavePath)
 }
 
 // wholeTime is how long iptables-nft-save may take while others change something.
@@ -158,8 +163,13 @@ type Content map[string][]string
 // parseSave reads the output of iptables-save for one table, and reports whether the table is in it, from its first line to its
 // last. Lines that it does not know are passed over: they are not ours.
 func parseSave(in io.Reader, t names.Table, known ...Content) (content Content, whole bool, err error) {
-	content = Content{}
-	r := reader{content: content, known: known}
+	r := reader{content: Content{}, known: known}
+	whole, err = r.read(in, t)
+	return r.content, whole, err
+}
+
+// read is parseSave into this reader.
+func (r *reader) read(in io.Reader, t names.Table) (whole bool, err error) {
 	begun, first := false, "*"+string(t)
 	err = eachLine(in, func(line []byte) {
 		switch string(line) {
@@ -171,7 +181,7 @@ func parseSave(in io.Reader, t names.Table, known ...Content) (content Content, 
 			r.add(line)
 		}
 	})
-	return content, whole, err
+	return whole, err
 }
 
 // EachLine calls do for each line that a program prints.
@@ -206,6 +216,9 @@ type reader struct {
 	chain   string   // of the latest rule
 	want    []string // its rules, as known
 	same    bool     // its rules so far are those with which want begins
+	// hashes, if not nil, takes the place of content for chains that are not to be read as text.
+	hashes map[string]uint64
+	asText func(chain string) bool
 }
 
 // add adds a chain or rule.
@@ -225,8 +238,14 @@ func (r *reader) add(line []byte) {
 		return
 	}
 	name, _, _ := bytes.Cut(rest, space)
-	if _, seen := r.content[string(name)]; !seen {
-		r.content[string(name)] = nil
+	_, seen := r.content[string(name)]
+	if _, too := r.hashes[string(name)]; seen || too {
+		return
+	}
+	if name := string(name); r.hashes != nil && !r.asText(name) {
+		r.hashes[name] = 0
+	} else {
+		r.content[name] = nil
 	}
 }
 
@@ -244,6 +263,13 @@ func (r *reader) begin(chain string) {
 
 // rule adds a rule to the chain.
 func (r *reader) rule(body []byte) {
+	if hash, is := r.hashes[r.chain]; is {
+		if mayHaveDotted(body) {
+			body = []byte(withAddresses(body))
+		}
+		r.hashes[r.chain] = hashed(hash, maphash.Bytes(hashSeed, body))
+		return
+	}
 	rules := r.content[r.chain]
 	n := len(rules)
 	switch known := n < len(r.want) && r.want[n] == string(body); {
@@ -253,18 +279,18 @@ func (r *reader) rule(body []byte) {
 		rules = append(rules, r.want[n])
 	default:
 		r.same = false
-		rules = append(rules, withAddresses(string(body)))
+		rules = append(rules, withAddresses(body))
 	}
 	r.content[r.chain] = rules
 }
 
 // withAddresses is a rule with its IPv6 addresses as Go prints them. The C library of the GNU project prints those of which
 // only the last 32 bits are set, ::/96 but ::/111, with these as an IPv4 address: ::1.2.3.4.
-func withAddresses(rule string) string {
+func withAddresses(rule []byte) string {
 	if !mayHaveDotted(rule) {
-		return rule
+		return string(rule)
 	}
-	return dotted.ReplaceAllStringFunc(rule, func(match string) string {
+	return dotted.ReplaceAllStringFunc(string(rule), func(match string) string {
 		m := dotted.FindStringSubmatch(match)
 		addr, err := netip.ParseAddr(m[2])
 		if err != nil {
@@ -278,14 +304,14 @@ func withAddresses(rule string) string {
 var dotted = regexp.MustCompile(`((?:^| )(?:-[sd]|--ctorigdst|--to-destination) \[?)(::[0-9]+\.[0-9]+\.[0-9]+\.[0-9]+)`)
 
 // mayHaveDotted is false, at little cost, for nearly every rule that has none.
-func mayHaveDotted(rule string) bool {
+func mayHaveDotted(rule []byte) bool {
 	for {
-		_, after, found := strings.Cut(rule, "::")
+		_, after, found := bytes.Cut(rule, []byte("::"))
 		if !found {
 			return false
 		}
-		rest := strings.TrimLeft(after, "0123456789")
-		if len(rest) < len(after) && strings.HasPrefix(rest, ".") {
+		rest := bytes.TrimLeft(after, "0123456789")
+		if len(rest) < len(after) && bytes.HasPrefix(rest, []byte(".")) {
 			return true
 		}
 		rule = after
