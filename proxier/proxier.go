@@ -34,7 +34,7 @@ type Config struct {
 	// the next one together. Under continuous changes, pauses are inserted so that in the long run syncs take up four fifths of the time.
 	MinSyncPeriod time.Duration
 	// CompareEvery is how often everything is compared with the kernel even if nothing changed, to repair what others have changed
-	// there; zero for never. If comparisons take long, they are less frequent: they take no more than one part in 800 of the time.
+	// there; zero for never. If comparisons take long, they are less frequent: they take no more than one part in 1,500 of the time.
 	CompareEvery time.Duration
 	// Compare, if not nil, takes the place of the syncs of everything that only compare: it compares everything with the kernel beside
 	// other syncs, repairs what it can, and reports whether a sync of everything has to follow. It runs in a goroutine of its own, once
@@ -107,7 +107,7 @@ const (
 // the last three, so that one that was slow, because another program held the lock or much had to be repaired, does not delay the
 // next.
 const (
-	compareShare = 800
+	compareShare = 1500
 	suspectShare = 25
 	suspectBurst = 10
 )

@@ -94,10 +94,14 @@ func TestSuspicionDuringComparison(t *testing.T) {
 // TestCompareEvery: without any suspicion everything is compared now and then; less often where that takes long.
 func TestCompareEvery(t *testing.T) {
 	t.Parallel()
-	for takes, want := range map[time.Duration]int{time.Millisecond: 10, 100 * time.Millisecond: 3} {
-		r := &recorder{takes: takes}
-		if n := compare(t, r, 30*time.Second, func(*Proxier) { time.Sleep(305 * time.Second) }); n != want {
-			t.Errorf("of %v each: %d in 305 s, want %d: %q", takes, n, want, r.calls)
+	const long = 100 * time.Millisecond
+	for _, tc := range []struct {
+		takes, lasts time.Duration
+		want         int
+	}{{time.Millisecond, 305 * time.Second, 10}, {long, 7 * compareShare * long / 2, 3}} {
+		r := &recorder{takes: tc.takes}
+		if n := compare(t, r, 30*time.Second, func(*Proxier) { time.Sleep(tc.lasts) }); n != tc.want {
+			t.Errorf("of %v each: %d in %v, want %d: %q", tc.takes, n, tc.lasts, tc.want, r.calls)
 		}
 	}
 }
