@@ -7,6 +7,7 @@ import (
 
 	"nodeproxy/internal/set"
 	"nodeproxy/kernel/drift"
+	"nodeproxy/kernel/ipset"
 	"nodeproxy/kernel/ipvs"
 	"nodeproxy/plan"
 )
@@ -49,9 +50,8 @@ type named struct {
 
 // count compares numbers of objects with those in the kernel, and returns where they differ. It sees what has been added or removed,
 // unless sums stay the same: entries of sets, and virtual servers, for which c is nil for a family in which they can't be counted. With
-// all, it also sees real servers, which takes longer. sizes are those of the sets, read since r began.
-func (e *engine) count(r *reading, c counts, sizes map[string]int, all bool) (n named, err error) {
-	want := e.numbers(r)
+// all, it also sees real servers and entries of sets that should have none, which takes longer. sizes are those of the sets, read since r began.
+func (e *engine) count(r *reading, c counts, want numbers, sizes map[string]int, all bool) (n named, err error) {
 	var servers map[ipvs.ServerID]int // nil if as many are there as should be
 	if c != nil {
 		if servers, err = e.countServers(r, c, all, want); err != nil {
@@ -60,7 +60,7 @@ func (e *engine) count(r *reading, c counts, sizes map[string]int, all bool) (n 
 	}
 	for id := range setCount {
 		size, there := sizes[setName(id, e.family)]
-		n.sets[id] = !there || size != want.members[id]
+		n.sets[id] = (all || want.members[id] > 0) && (!there || size != want.members[id])
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -145,7 +145,9 @@ func (e *engine) sample(r *reading) set.Set[ipvs.ServerID] {
 		if i%n < samples {
 			out.Insert(v.ID)
 		}
-		i++
+		if i++; len(out) == min(samples, n) {
+			break
+		}
 	}
 	return out
 }
@@ -172,16 +174,27 @@ func (b *Backend) countAll(c counts, all bool) (why string) {
 	begin := time.Now()
 	var found drift.Found
 	var failed error
-	readings := map[*engine]*reading{}
-	var sets []string
+	readings, want := map[*engine]*reading{}, map[*engine]numbers{}
+	var sets, filled []string
 	for _, e := range b.Engines {
 		for id := range setCount {
 			sets = append(sets, setName(id, e.family))
 		}
-		if r := e.beginReading(); r != nil { // Otherwise the next sync compares everything.
-			readings[e] = r
-			defer e.endReading(r)
+		r := e.beginReading()
+		if r == nil { // The next sync compares everything.
+			continue
 		}
+		defer e.endReading(r)
+		n := e.numbers(r)
+		readings[e], want[e] = r, n
+		for id, members := range n.members {
+			if members > 0 {
+				filled = append(filled, setName(setID(id), e.family))
+			}
+		}
+	}
+	if !all && len(filled) <= ipset.FewSets { // Otherwise all are asked for at once.
+		sets = filled
 	}
 	if len(readings) == 0 {
 		return ""
@@ -198,7 +211,7 @@ func (b *Backend) countAll(c counts, all bool) (why string) {
 		if sampled {
 			of = nil
 		}
-		n, err := e.count(readings[e], of, sizes, all)
+		n, err := e.count(readings[e], of, want[e], sizes, all)
 		var some drift.Found
 		var again bool
 		if err == nil && sampled {

@@ -13,9 +13,10 @@ import (
 	"nodeproxy/plan"
 )
 
-// The kernel sends no notifications about virtual servers and sets, so they are looked at now and then: see Backend.looks.
+// The kernel sends no notifications about virtual servers and sets, so they are looked at now and then: see Backend.looks. Missing
+// virtual servers of IPv4 and entries are there again within half a second, unless there are so many that to count them takes longer.
 const (
-	countInterval = 250 * time.Millisecond
+	countInterval = 400 * time.Millisecond
 	probeInterval = 3 * time.Second
 )
 
@@ -31,8 +32,11 @@ type look struct {
 	next time.Time
 }
 
-// once does it, and says when it is due again.
+// once does it, and says when it is due again. It keeps the thread, whose time it measures, only meanwhile: a goroutine that waits with one
+// of its own takes two more switches of threads whenever it goes on.
 func (l *look) once(cpuTime func() time.Duration) (why string) {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
 	begin := cpuTime()
 	why = l.do()
 	// What a kernel counts as this thread's time may be somebody else's: one look alone must not put off the next one for minutes.
@@ -80,8 +84,8 @@ func cpuTime() time.Duration {
 // these come first. Real servers of IPv4 can be counted, in a time that grows with their number. What counting does not show, such as a
 // weight, or one virtual server of IPv6, is looked for in the list of all, which takes longest.
 func (b *Backend) looks(c counts) []*look {
-	few := &look{every: countInterval, share: 500, average: 4, do: func() string { return b.countAll(c, false) }}
-	all := &look{every: countInterval, share: 1000, average: 4, do: func() string {
+	few := &look{every: countInterval, share: 600, average: 4, do: func() string { return b.countAll(c, false) }}
+	all := &look{every: countInterval, share: 2000, average: 4, do: func() string {
 		why := b.countAll(c, true)
 		few.next = time.Now().Add(max(few.every, few.share*few.cost)) // They are among all.
 		return why
@@ -89,17 +93,14 @@ func (b *Backend) looks(c counts) []*look {
 	p := &prober{}
 	return []*look{all, few,
 		{every: probeInterval, share: 500, average: 4, do: b.othersDiffer},
-		{every: probeInterval, share: 2000, average: 4, do: func() string { return b.differs(p) }}}
+		{every: probeInterval, share: 4000, average: 4, do: func() string { return b.differs(p) }}}
 }
 
 // probe repairs what it finds to be missing or unexpected of virtual servers and sets, and calls suspect when they are not as they were
 // written in another way, until ctx ends.
 func (b *Backend) probe(ctx context.Context, suspect func(why string)) {
 	cpuTime := b.node.CPUTime
-	if cpuTime != nil {
-		runtime.LockOSThread()
-		defer runtime.UnlockOSThread()
-	} else {
+	if cpuTime == nil {
 		cpuTime = func() time.Duration { return 0 }
 	}
 	var c counts

@@ -231,8 +231,8 @@ func (s *Sets) header(name string) (actualSet, error) {
 	return h, err
 }
 
-// Sizes returns the number of entries of each of some sets that is there, by its name. It asks for all at once, unless there are others:
-// the kernel walks all entries of a set to say how many there are, with softirqs disabled, and other programs' sets may be large.
+// Sizes returns the number of entries of each of some sets that is there, by its name. It asks for all at once, unless these are few, or there
+// are others: the kernel walks all entries of a set to say how many there are, with softirqs disabled, and other programs' sets may be large.
 func (s *Sets) Sizes(names []string) (map[string]int, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -243,7 +243,14 @@ func (s *Sets) Sizes(names []string) (map[string]int, error) {
 	return sizes, nil
 }
 
+// FewSets is how many sets Sizes asks for one after the other, which takes three system calls for each. All at once, it is one for each set that
+// there is.
+const FewSets = 8
+
 func (s *Sets) sizes(names []string) (map[string]int, error) {
+	if len(names) <= FewSets {
+		return s.sizesOf(names)
+	}
 	other := func(name string) bool { return !slices.Contains(names, name) }
 	if !s.alone {
 		there, err := s.names()

@@ -97,7 +97,11 @@ func TestSetsReadBack(t *testing.T) {
 						t.Errorf("%+v: entries %v, %v; want %v", set, got, err, want)
 					}
 				}
-				sizes, err := s.Sizes([]string{set.Name, "SET-0"}) // There are others, but for the first time.
+				list := []string{set.Name}
+				for i := range FewSets { // They are not there; but for the first time, others are.
+					list = append(list, fmt.Sprint("ABSENT-", i))
+				}
+				sizes, err := s.Sizes(list)
 				if err != nil || !maps.Equal(sizes, map[string]int{set.Name: len(want)}) {
 					t.Errorf("%+v: sizes %v, %v; want %d", set, sizes, err, len(want))
 				}
@@ -309,14 +313,21 @@ func TestSizesBesideOthers(t *testing.T) {
 		require.NoError(t, err)
 		require.NoError(t, s.Add(set, samples(set.Type, set.Family)))
 	}
+	list := []string{sets[0].Name, sets[1].Name}
+	for i := range FewSets { // So these are not asked for one after the other; most are not there.
+		list = append(list, fmt.Sprint("ABSENT-", i))
+	}
 	looks := func(alone bool, want map[string]int) {
 		t.Helper()
-		got, err := s.Sizes([]string{sets[0].Name, sets[1].Name})
+		got, err := s.Sizes(list)
 		if err != nil || !maps.Equal(got, want) || s.alone != alone {
 			t.Errorf("got %v, %v, alone: %t; want %v, %t", got, err, s.alone, want, alone)
 		}
 	}
 	n := len(samples(sets[0].Type, plan.IPv4))
+	few, err := s.Sizes(list[1:3])
+	require.NoError(t, err)
+	require.Equal(t, map[string]int{sets[1].Name: n}, few)
 	both := map[string]int{sets[0].Name: n, sets[1].Name: n}
 	looks(false, both)
 	looks(false, both)
