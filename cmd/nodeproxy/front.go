@@ -97,6 +97,9 @@ func (f *front) serve(d *daemon) {
 	if access := ui.Access(d.cfg.Servers.UI); access != ui.Nobody {
 		page = ui.Handler(answers, access)
 	}
+	if d.machine.real() {
+		profileMemory(d.cfg.Servers.Profiling)
+	}
 	for i, serving := range servings(d.cfg, d.mode.name, d.metrics, d.monitor.node, page, d.log) {
 		serving.Handler = f.restAfter(serving.Handler)
 		f.servers[i].Serve(serving)

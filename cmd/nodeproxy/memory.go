@@ -4,6 +4,7 @@ import (
 	"context"
 	"log/slog"
 	"os"
+	"runtime"
 	"runtime/debug"
 
 	"nodeproxy/node/memory"
@@ -14,7 +15,7 @@ import (
 // while there is little else. Behind that it takes hundreds of changes to make as much as there is of objects, so that more frequent collections
 // cost next to nothing, and a third of the memory is left to others. After the start, most collections begin at half of that
 // (memory.CollectBetween): the other half is room for what 100 changes at once, or a comparison, leave behind.
-const startGrowth, restGrowth = 40, 25
+const startGrowth, restGrowth = 40, 20
 
 // limitMemory has garbage collected more often where this process comes near the limit of its container, unless the environment variable
 // GOMEMLIMIT says when. A quarter of the limit is left to what is not on the heap: the pages of the program, and what the kernel keeps for
@@ -23,6 +24,17 @@ const startGrowth, restGrowth = 40, 25
 func limitMemory() {
 	if limit, limited := memory.Limit(); limited && os.Getenv("GOMEMLIMIT") == "" {
 		debug.SetMemoryLimit(limit - limit/4)
+	}
+}
+
+// profileMemory has the Go runtime note where memory is allocated, for /debug/pprof/heap, only if that is served: the notes take more than a
+// megabyte.
+func profileMemory(served bool) {
+	switch {
+	case !served:
+		runtime.MemProfileRate = 0
+	case runtime.MemProfileRate == 0: // It was not served by an earlier configuration.
+		runtime.MemProfileRate = 512 << 10
 	}
 }
 
