@@ -51,7 +51,8 @@ type named struct {
 // count compares numbers of objects with those in the kernel, and returns where they differ. It sees what has been added or removed,
 // unless sums stay the same: entries of sets, and virtual servers, for which c is nil for a family in which they can't be counted. With
 // all, it also sees real servers and entries of sets that should have none, which takes longer. sizes are those of the sets, read since r began.
-func (e *engine) count(r *reading, c counts, want numbers, sizes map[string]int, all bool) (n named, err error) {
+func (e *engine) count(r *reading, c counts, sizes map[string]int, all bool) (n named, err error) {
+	want := e.numbers(r)
 	var servers map[ipvs.ServerID]int // nil if as many are there as should be
 	if c != nil {
 		if servers, err = e.countServers(r, c, all, want); err != nil {
@@ -174,7 +175,7 @@ func (b *Backend) countAll(c counts, all bool) (why string) {
 	begin := time.Now()
 	var found drift.Found
 	var failed error
-	readings, want := map[*engine]*reading{}, map[*engine]numbers{}
+	readings := map[*engine]*reading{}
 	var sets, filled []string
 	for _, e := range b.Engines {
 		for id := range setCount {
@@ -185,9 +186,8 @@ func (b *Backend) countAll(c counts, all bool) (why string) {
 			continue
 		}
 		defer e.endReading(r)
-		n := e.numbers(r)
-		readings[e], want[e] = r, n
-		for id, members := range n.members {
+		readings[e] = r
+		for id, members := range e.numbers(r).members {
 			if members > 0 {
 				filled = append(filled, setName(setID(id), e.family))
 			}
@@ -211,7 +211,7 @@ func (b *Backend) countAll(c counts, all bool) (why string) {
 		if sampled {
 			of = nil
 		}
-		n, err := e.count(readings[e], of, want[e], sizes, all)
+		n, err := e.count(readings[e], of, sizes, all)
 		var some drift.Found
 		var again bool
 		if err == nil && sampled {
