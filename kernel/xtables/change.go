@@ -1,6 +1,7 @@
 package xtables
 
 import (
+	"bytes"
 	"io"
 	"iter"
 	"slices"
@@ -131,7 +132,7 @@ func (i Input) WriteTo(to io.Writer) (n int64, err error) {
 // contains reports whether a line begins with a prefix.
 func (i Input) contains(prefix string) bool {
 	for line := range i {
-		if strings.HasPrefix(string(line), prefix) {
+		if bytes.HasPrefix(line, []byte(prefix)) {
 			return true
 		}
 	}

@@ -423,7 +423,14 @@ func TestReadHashes(t *testing.T) {
 			assert.NoError(t, k.Restore(Text("*nat\n:KUBE-SVC-C - [0:0]\n-X KUBE-SVC-C\n:KUBE-SERVICES - [0:0]\n:OTHER - [0:0]\nCOMMIT\n")))
 			both := []string{a, b}
 			list := []string{"KUBE-SVC-A", "KUBE-SVC-B", "KUBE-SVC-C", "KUBE-SERVICES", "OTHER", "KUBE-SVC-D"}
-			got, err := r.Chains(t.Context(), list, Content{"KUBE-SVC-A": both, "KUBE-SERVICES": both})
+			save := k.SavePath
+			k.SavePath = "/none" // Of those that are as known, nothing is read again.
+			got, err := r.Chains(t.Context(), list[:2], Content{"KUBE-SVC-A": both})
+			assert.NoError(t, err)
+			assert.Equal(t, Content{"KUBE-SVC-A": both, "KUBE-SVC-B": nil}, got)
+			k.SavePath = save
+			got, err = r.Chains(t.Context(), list, Content{"KUBE-SVC-A": both, "KUBE-SERVICES": both})
+			k.SavePath = "/none" // Nor is anything a second time.
 			assert.NoError(t, err)
 			assert.Equal(t, Content{"KUBE-SVC-A": both, "KUBE-SVC-B": nil, "KUBE-SERVICES": both, "OTHER": both}, got)
 			assert.Same(t, &both[0], &got["KUBE-SVC-A"][0])

@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"hash/maphash"
-	"io"
 	"maps"
 	"slices"
 	"time"
@@ -80,15 +79,12 @@ type hashReader struct {
 func (t *Program) readHashes(ctx context.Context, tbl names.Table) (*Reading, error) {
 	h := &hashReader{Program: t, table: tbl, hashes: map[string]uint64{}, others: Content{}}
 	from := reader{content: h.others, hashes: h.hashes, asText: func(chain string) bool { return !names.IsOurs(tbl, chain) }}
-	whole := false
-	if err := t.read(ctx, t.SavePath, "", func(out io.Reader) (err error) {
-		whole, err = from.read(out, tbl)
-		return err
-	}, "-t", string(tbl)); err != nil {
-		return nil, fmt.Errorf("reading table %s by %s: %w", tbl, t.SavePath, err)
+	whole, _, err := t.saveInto(ctx, &from, tbl) // It is never late.
+	if err == nil && !whole {
+		err = t.notPrinted(tbl)
 	}
-	if !whole {
-		return nil, t.notPrinted(tbl)
+	if err != nil {
+		return nil, err
 	}
 	list := slices.AppendSeq(slices.Collect(maps.Keys(h.others)), maps.Keys(h.hashes))
 	return &Reading{Names: list, Chains: h.chains, End: func() {}}, nil

@@ -21,28 +21,37 @@ import (
 // Save reads a table from the kernel. What can't be read is an error: a table is never taken for empty because a program prints
 // nothing of it.
 func (t *Program) Save(ctx context.Context, tbl names.Table, known ...Content) (Content, error) {
-	var content Content
-	var whole bool
-	late, err := t.save(ctx, func(out io.Reader) (err error) {
-		content, whole, err = parseSave(out, tbl, known...)
-		return err
-	}, "-t", string(tbl))
+	r := reader{content: Content{}, known: known}
+	whole, late, err := t.saveInto(ctx, &r, tbl)
 	switch {
 	case late:
 		return t.saveByChain(ctx, tbl)
 	case err != nil:
-		return nil, fmt.Errorf("reading table %s by %s: %w", tbl, t.SavePath, err)
+		return nil, err
 	case whole:
 		t.reportNative(tbl, nil)
-		return content, nil
+		return r.content, nil
 	case t.Variant == NFT:
-		if content, err = t.saveByChain(ctx, tbl); err != nil {
+		content, err := t.saveByChain(ctx, tbl)
+		if err != nil {
 			return nil, fmt.Errorf("table %s holds rules that iptables can't read (nft list table %s %s shows them; they belong in a table "+
 				"of their own); nothing is changed: %w", tbl, nft.FamilyName(t.Family), tbl, err)
 		}
 		return content, nil
 	}
 	return nil, t.notPrinted(tbl)
+}
+
+// saveInto reads a table into r, and reports whether all of it was printed. late is as that of save.
+func (t *Program) saveInto(ctx context.Context, r *reader, tbl names.Table) (whole, late bool, err error) {
+	late, err = t.save(ctx, func(out io.Reader) (err error) {
+		whole, err = r.read(out, tbl)
+		return err
+	}, "-t", string(tbl))
+	if err != nil {
+		err = fmt.Errorf("reading table %s by %s: %w", tbl, t.SavePath, err)
+	}
+	return whole, late, err
 }
 
 func (t *Program) notPrinted(tbl names.Table) error {
@@ -160,15 +169,8 @@ func (e *ReadError) Unwrap() error { return e.err }
 // Content is the content of a table: the rules of each chain, as iptables-save prints them without the name of the chain.
 type Content map[string][]string
 
-// parseSave reads the output of iptables-save for one table, and reports whether the table is in it, from its first line to its
-// last. Lines that it does not know are passed over: they are not ours.
-func parseSave(in io.Reader, t names.Table, known ...Content) (content Content, whole bool, err error) {
-	r := reader{content: Content{}, known: known}
-	whole, err = r.read(in, t)
-	return r.content, whole, err
-}
-
-// read is parseSave into this reader.
+// read reads the output of iptables-save for one table, and reports whether the table is in it, from its first line to its last. Lines that it
+// does not know are passed over: they are not ours.
 func (r *reader) read(in io.Reader, t names.Table) (whole bool, err error) {
 	begun, first := false, "*"+string(t)
 	err = eachLine(in, func(line []byte) {
