@@ -4,6 +4,7 @@ import (
 	"context"
 	"log/slog"
 	"net/netip"
+	"runtime"
 	"runtime/debug"
 	"runtime/metrics"
 	"testing"
@@ -42,6 +43,20 @@ func TestSaveMemory(t *testing.T) {
 			<-ended
 			require.Equal(t, want[1], growth())
 		})
+	}
+}
+
+// TestProfileMemory: where memory is allocated is noted only while that is served, and as often as a user has said.
+func TestProfileMemory(t *testing.T) {
+	was := runtime.MemProfileRate
+	defer func() { runtime.MemProfileRate = was }()
+	runtime.MemProfileRate = 12345
+	for _, tc := range []struct {
+		served bool
+		rate   int
+	}{{true, 12345}, {false, 0}, {false, 0}, {true, 512 << 10}, {true, 512 << 10}} {
+		profileMemory(tc.served)
+		require.Equal(t, tc.rate, runtime.MemProfileRate)
 	}
 }
 
